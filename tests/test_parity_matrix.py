@@ -20,9 +20,9 @@ from termgen.client import TokenDelta
 from termgen.config import EngineConfig
 from termgen.engine.loop.startup import EngineParts, build_engine
 from termgen.engine.text.output import OutputProcessor
-from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.step import StepDelivery
 
 BLOCK_SIZE = 16
 CHUNK = 20

@@ -1,5 +1,5 @@
-"""Pure translation between OpenAI's wire formats and the engine's vocabulary. No I/O.
+"""Pure translation between the wire formats of OpenAI and Anthropic and the engine's vocabulary.
 
-Reading order: `fields` (a JSON body taken apart) -> `sampling` -> `chat` / `completions` (body to
-`Job`s, `TokenDelta`s to chunks and responses) -> `logprobs`, `usage`, `errors`, `sse`.
+Reading order: `fields` (how a body is declared and checked) -> `sampling` -> `chat` / `completions`
+(a body to `Job`s, `TokenDelta`s to chunks and responses) -> `logprobs`, `errors`, `sse`. No I/O.
 """

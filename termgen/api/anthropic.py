@@ -1,14 +1,15 @@
-"""/v1/messages, Anthropic's endpoint: a chat's news to events or to a message; its errors.
-
-`anthropic_input` has the way in.
-"""
+"""/v1/messages, Anthropic's endpoint: its body in a chat's words, its answers, its errors."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from termgen.api import sse
-from termgen.api.anthropic_input import MessagesRequest
 from termgen.api.chat import ChatRequest
 from termgen.api.chat_bridge import (
     CallNews,
@@ -18,12 +19,313 @@ from termgen.api.chat_bridge import (
     TextNews,
     ThoughtNews,
     Usage,
+    parse_as_chat,
+    shared_fields,
+    turns_of,
+    unknown_fields,
     whole_answer,
 )
-from termgen.api.errors import ErrorReply, reply_for
-from termgen.api.fields import parse_json
+from termgen.api.chat_prompt import (
+    TemplateFields,
+    arguments_of,
+    parts_of,
+    result_text,
+    texts_of,
+    unsupported_part,
+)
+from termgen.api.errors import ErrorReply, reply_for, unsupported
+from termgen.api.fields import Endpoint, is_empty, one_of, parse_json, read, wanted, wrong_type
+from termgen.api.sampling import MAX_INT, PositiveInt, SharedFields
+from termgen.api.tools import left_out, refuse_choice
 from termgen.client import TokenDelta
 from termgen.errors import RequestError
+
+
+def _only_drops_thoughts(value: Any) -> bool:
+    """True for edits of the history that only drop thoughts, which templates do not show anyway."""
+    edits = value.get("edits") if isinstance(value, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking")
+        for edit in edits
+    )
+
+
+class ToolChoice(Struct, frozen=True):
+    type: str | None = None
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class OutputFormat(Struct, frozen=True):
+    type: str | None = None
+    schema: Any = None
+
+
+class OutputConfig(Struct, frozen=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountFields(SharedFields, frozen=True, kw_only=True):
+    """The body of /v1/messages/count_tokens, beside its `TemplateFields`."""
+
+    max_tokens: PositiveInt | None = None
+    messages: Annotated[list[Any], wanted("a list of messages")]
+    system: Annotated[Any, Meta(extra_json_schema={"type": ["string", "array"]})] = []
+    thinking: Annotated[dict[str, Any] | None, wanted("an object with a type")] = None
+    stop_sequences: Annotated[list[Any] | None, wanted("a list of strings")] = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    tools: list[Any] = []
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesFields(CountFields, frozen=True, kw_only=True):
+    """The body of /v1/messages, beside its `TemplateFields`."""
+
+    max_tokens: PositiveInt
+
+
+MESSAGES = Endpoint(
+    (MessagesFields, TemplateFields),
+    harmless=frozenset(
+        {
+            "anthropic_version",
+            "betas",
+            "cache_control",  # prefixes are cached anyway
+            "diagnostics",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "user_profile_id",
+            "workspace_id",
+        }
+    ),
+    refused={
+        "container": is_empty,
+        "context_management": _only_drops_thoughts,
+        "mcp_servers": is_empty,
+        "speed": one_of("standard"),
+    },
+)
+
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "parameters": "input_schema",
+    "reasoning": "output_config.effort",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""Names of a chat's fields on this endpoint."""
+
+MESSAGES_PATH = re.compile(r"/v1/messages(/.*)?", re.DOTALL)
+"""Paths whose errors have Anthropic's shape."""
+
+_STAMP = re.compile(r"\bcch=[^;\s]*")
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesRequest:
+    chat: ChatRequest
+    ignored: tuple[str, ...]
+    shows_thoughts: bool = True
+    """False: the client asked for answers without thoughts."""
+
+
+def parse_messages(
+    data: Mapping[str, Any], *, only_counts: bool = False, **context: Any
+) -> MessagesRequest:
+    """Check a body. only_counts: the body of count_tokens, which asks for no answer. Raises
+    RequestError."""
+    body = read(CountFields if only_counts else MessagesFields, data)
+    thinking = body.thinking
+    chat: dict[str, Any] = {
+        "max_tokens": body.max_tokens,
+        "messages": turns_of([*_system(body.system), *_messages(body.messages)]),
+        "thinking": thinking,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        **shared_fields(data),
+        **_tools(body),
+        **_output(body.output_config),
+    }
+    if chat["messages"][-1]["role"] == "assistant":  # the answer is to go on from these words
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    ignored = unknown_fields(MESSAGES, data, NAMES)
+    context.pop("force_include_usage", None)  # these answers always include the usage
+    return MessagesRequest(
+        chat=_thoughtless(parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context), thinking),
+        ignored=ignored,
+        shows_thoughts=thinking is None or thinking["type"] != "disabled",
+    )
+
+
+def _thoughtless(chat: ChatRequest, thinking: Mapping[str, Any] | None) -> ChatRequest:
+    """Leave thoughts that the client does not want out of the answer, whatever the template
+    reads."""
+    if thinking is None or thinking["type"] != "disabled":
+        return chat
+    return replace(chat, not_used=tuple(name for name in chat.not_used if name != "thinking"))
+
+
+def _system(given: Any) -> list[dict[str, Any]]:
+    """The instructions as one message.
+
+    A client stamps its first block anew for every request; left in, no prompt would ever be found
+    in the prefix cache.
+    """
+    texts = [
+        _STAMP.sub("cch=", text) if text.startswith("x-anthropic-billing-header:") else text
+        for text in texts_of(given, "system")
+    ]
+    return [{"role": "system", "content": "\n".join(texts)}] if texts else []
+
+
+def _messages(value: list[Any]) -> list[dict[str, Any]]:
+    if not value:
+        raise RequestError("messages must not be empty", param="messages")
+    messages: list[dict[str, Any]] = []
+    for i, message in enumerate(value):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise wrong_type(where, "an object", message)
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise wrong_type(f"{where}.role", "user, assistant or system", role)
+        if role == "system":
+            text = "\n".join(texts_of(content, f"{where}.content"))
+            messages.append({"role": "system", "content": text})
+        elif role == "user":
+            messages += _user(content, f"{where}.content")
+        else:
+            messages.append(_assistant(content, f"{where}.content"))
+    return messages
+
+
+def _blocks(value: Any, where: str) -> list[tuple[str, dict[str, Any], str]]:
+    """(type, block, path) of each content block; a string is a block of text."""
+    if isinstance(value, str):
+        return [("text", {"text": value}, where)]
+    blocks = []
+    for at, block in parts_of(value, where, "a string or a list of blocks"):
+        kind = block.get("type")
+        if kind == "text" and not isinstance(block.get("text"), str):
+            raise wrong_type(f"{at}.text", "a string", block.get("text"))
+        blocks.append((kind if isinstance(kind, str) else "", block, at))
+    return blocks
+
+
+def _user(content: Any, where: str) -> list[dict[str, Any]]:
+    """Messages of a user's turn: one for each result of a tool, and one for the text."""
+    messages: list[dict[str, Any]] = []
+    texts = []
+    for kind, block, at in _blocks(content, where):
+        if kind == "text":
+            texts.append({"type": "text", "text": block["text"]})
+        elif kind == "tool_result":
+            call_id = block.get("tool_use_id")
+            if not isinstance(call_id, str):
+                raise wrong_type(f"{at}.tool_use_id", "a string", call_id)
+            text = result_text(block.get("content"), f"{at}.content")
+            if block.get("is_error") is True:
+                text = f"Error: {text}"
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        else:
+            raise unsupported_part(kind, at)
+    if texts or not messages:
+        messages.append({"role": "user", "content": texts})
+    return messages
+
+
+def _assistant(content: Any, where: str) -> dict[str, Any]:
+    """The message of an assistant's turn. Its thoughts are for the template, if that shows them."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    texts, calls, thoughts = [], [], []
+    for kind, block, at in _blocks(content, where):
+        if kind == "text":
+            texts.append({"type": "text", "text": block["text"]})
+        elif kind == "tool_use":
+            calls.append(_call(block, at))
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
+            raise unsupported_part(kind, at)
+    if texts or not calls:
+        message["content"] = texts
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return message
+
+
+def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
+    given = arguments_of(block.get("input"), f"{at}.input")
+    for name in ("id", "name"):
+        if not isinstance(block.get(name), str):
+            raise wrong_type(f"{at}.{name}", "a string", block.get(name))
+    function = {"name": block["name"], "arguments": given}
+    return {"id": block["id"], "type": "function", "function": function}
+
+
+def _tools(body: CountFields) -> dict[str, Any]:
+    """`tools` and `tool_choice` in a chat's words."""
+    tools: list[dict[str, Any]] = []
+    hosted: dict[str, str] = {}
+    """Types of the tools that are left out, by their names."""
+    for i, tool in enumerate(body.tools):
+        if not isinstance(tool, dict):
+            raise wrong_type(f"tools[{i}]", "an object", tool)
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            if not left_out(kind):
+                raise unsupported(f"tools[{i}].type", f"tools[{i}]: there is no type {kind!r:.60}")
+            hosted[str(tool.get("name"))] = kind
+            tools.append({"type": kind})
+            continue
+        function = {k: tool[k] for k in ("name", "description", "strict") if k in tool}
+        function["parameters"] = tool.get("input_schema")
+        tools.append({"type": "function", "function": function})
+    fields: dict[str, Any] = {"tools": tools} if tools else {}
+    choice = body.tool_choice
+    if choice is None:
+        return fields
+    kind, name = choice.type, choice.name
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    if kind == "tool":
+        if name is None:
+            raise wrong_type("tool_choice.name", "a string", name)
+        if name in hosted:
+            raise refuse_choice([hosted[name]], "tool_choice.name")
+        fields["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif kind in ("auto", "any", "none"):
+        fields["tool_choice"] = "required" if kind == "any" else kind
+    else:
+        raise wrong_type("tool_choice.type", "auto, any, tool or none", kind)
+    return fields
+
+
+def _output(config: OutputConfig | None) -> dict[str, Any]:
+    """The form of the answer in a chat's words."""
+    if config is None:
+        return {}
+    fields: dict[str, Any] = {"reasoning_effort": config.effort}
+    if config.format is not None:
+        if config.format.type != "json_schema":
+            raise wrong_type("output_config.format.type", "json_schema", config.format.type)
+        schema = {"name": "output", "schema": config.format.schema, "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+# -- answers -----------------------------------------------------------------------------
+
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -38,11 +340,10 @@ ERROR_TYPES = {
 
 EMPTY_TEXT = {"type": "text", "text": ""}
 EMPTY_THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
-"""Clients want a signature; nobody here checks one."""
+"""The signature is there because clients expect the field; this server checks none."""
 
 
 def message_response(request: MessagesRequest, answers: list[TokenDelta]) -> dict[str, Any]:
-    """The whole message."""
     news, usage = whole_answer(request.chat, answers)
     content: list[dict[str, Any]] = []
     end = EndNews("stop", None)
@@ -87,7 +388,8 @@ def _empty_message(chat: ChatRequest) -> dict[str, Any]:
 
 
 def _stop_fields(end: EndNews, *, has_calls: bool) -> dict[str, Any]:
-    """has_calls: a chat that was made to call by name ends with `stop`, a message never does."""
+    """Why the answer ended. has_calls: a chat with a named tool choice ends with `stop`, a message
+    with `tool_use`."""
     if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
     if has_calls and end.finish_reason != "length":
@@ -97,7 +399,7 @@ def _stop_fields(end: EndNews, *, has_calls: bool) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Here the tokens found in the cache are not among the input's."""
+    """Token counts; unlike OpenAI's, those of the input leave out what was found in the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
@@ -107,17 +409,15 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 class MessageStream:
-    """A chat's deltas to Anthropic's events, in their order.
-
-    message_start, then each block's start, deltas and stop, then message_delta, message_stop.
-    """
+    """Turns a chat's deltas into Anthropic's events: message_start, then each block's start, deltas
+    and stop, then message_delta, message_stop."""
 
     def __init__(self, request: MessagesRequest) -> None:
         self._request = request
         self._news = ChatNews(request.chat)
         self._has_started = False
         self._index = -1
-        """Of the newest block."""
+        """Index of the newest block."""
         self._open: int | str | None = None
         """The open block: `text`, `thinking`, or the number of its call."""
         self._template: sse.TextTemplate | None = None
@@ -132,7 +432,8 @@ class MessageStream:
         return events
 
     def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        """The encoded form of what `feed` would return, for a delta in the middle that is only
+        text."""
         text = self._news.plain_text(delta) if self._open == "text" else None
         if not text:
             return None if text is None else b""
@@ -182,7 +483,7 @@ class MessageStream:
         return []
 
     def _begin(self, block: int | str, content: dict[str, Any]) -> list[dict[str, Any]]:
-        """Open a block, unless it is the one that is open."""
+        """Open a block, unless it is open already."""
         if self._open == block:
             return []
         events = self._stop_block()
@@ -207,13 +508,8 @@ class MessageStream:
 # -- errors --------------------------------------------------------------------------------
 
 
-def is_messages_path(path: str) -> bool:
-    """Whether errors are to have Anthropic's shape."""
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
-
-
 def anthropic_reply(reply: ErrorReply, request_id: str) -> ErrorReply:
-    """The same failure in Anthropic's shape. The slug follows the message, in brackets."""
+    """The same failure in Anthropic's shape. The error code follows the message, in brackets."""
     return ErrorReply(reply.status, {**_error(reply), "request_id": request_id}, reply.headers)
 
 

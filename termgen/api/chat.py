@@ -4,57 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from termgen.api.chat_prompt import format_for, parse_prompt, parse_template
-from termgen.api.fields import Check, Fields, Instead, is_empty, never, one_of
-from termgen.api.job import (
-    Job,
-    ResponseOptions,
-    Tally,
-    parse_cache_salt,
-    parse_options,
-    parse_priority,
-)
+from termgen.api.chat_prompt import Conversation, parse_prompt
+from termgen.api.fields import ANSWER, LENGTH, Endpoint, Instead, is_empty, never, one_of, read
+from termgen.api.job import Job, ResponseOptions, Tally, parse_options
 from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
 from termgen.api.sampling import (
     HARMLESS,
-    MAX_INT,
+    LOGPROBS_DOC,
     REFUSED,
-    chat_logprobs,
-    parse_prompt_logprobs,
+    GenerationFields,
+    NumLogprobs,
+    PositiveInt,
+    check_prompt_logprobs,
     parse_sampling,
 )
 from termgen.api.sse import TextTemplate
-from termgen.api.tool_calls import (
-    CallParser,
-    deltas_of,
-    finish_reason_of,
-    message_fields,
-    new_parser,
-)
-from termgen.api.tools import Tools, constrain, parse_tools
+from termgen.api.tool_calls import CallParser, delta_of, message_fields, new_parser
+from termgen.api.tools import Tools, constrain
 from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
+from termgen.errors import RequestError
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 from termgen.vocabulary.tool_format import ToolFormat
 
-CHAT_HARMLESS = HARMLESS
-CHAT_REFUSED: dict[str, Check] = {
-    **REFUSED,
-    "functions": is_empty,
-    "function_call": one_of("none"),
-    "audio": never,
-    "modalities": one_of(["text"]),
-    "prediction": never,
-    "web_search_options": never,
-    "documents": is_empty,
-    "echo": is_empty,
-    "add_special_tokens": is_empty,
-    "mm_processor_kwargs": is_empty,
-    "input": Instead("messages"),
-    "instructions": Instead("a message of the role system"),
-    "output_config": Instead("response_format and reasoning_effort"),
-    "system": Instead("a message of the role system"),
-}
+
+class ChatFields(GenerationFields, frozen=True):
+    """The body of /v1/chat/completions, beside its `Conversation`."""
+
+    max_completion_tokens: Annotated[
+        PositiveInt | None,
+        LENGTH(
+            "the newer name of `max_tokens`, which it wins over",
+            "as `max_tokens`",
+            "what the context leaves",
+        ),
+    ] = None
+    logprobs: Annotated[bool, LOGPROBS_DOC] = False
+    top_logprobs: Annotated[
+        NumLogprobs | None,
+        ANSWER(
+            "so many alternatives for each token", f"0 to {MAX_LOGPROBS}; needs `logprobs`", "0"
+        ),
+    ] = None
+
+
+CHAT = Endpoint(
+    (ChatFields, Conversation),
+    harmless=HARMLESS,
+    refused={
+        **REFUSED,
+        "functions": is_empty,
+        "function_call": one_of("none"),
+        "audio": never,
+        "modalities": one_of(["text"]),
+        "prediction": never,
+        "web_search_options": never,
+        "documents": is_empty,
+        "echo": is_empty,
+        "add_special_tokens": is_empty,
+        "mm_processor_kwargs": is_empty,
+        "input": Instead("messages"),
+        "instructions": Instead("a message of the role system"),
+        "output_config": Instead("response_format and reasoning_effort"),
+        "system": Instead("a message of the role system"),
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +80,7 @@ class ChatRequest:
     ignored: tuple[str, ...]
     tools: Tools
     not_used: tuple[str, ...] = ()
-    """Fields that were understood and have no effect: wishes, and tools of others."""
+    """Fields that were understood and have no effect: hints, and tools of other servers."""
 
     @property
     def begins_answers(self) -> bool:
@@ -87,29 +103,26 @@ def parse_chat(
 ) -> ChatRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling.
 
-    strict_tools: functions that do not say are strict. trusts_template: the body may bring one.
-    cuts_max_tokens: to what the context leaves, where it would be an error.
+    strict_tools: functions that do not say are strict. trusts_template: the body may bring a chat
+    template. cuts_max_tokens: too many are cut to what the context leaves, instead of an error.
     """
-    body = Fields(data)
-    body.take("model")  # resolved by the caller
+    body, conversation = read(ChatFields, data), read(Conversation, data)
     options = parse_options(
         body, id_prefix="chatcmpl", model=model, force_include_usage=force_include_usage
     )
-    old = body.integer("max_tokens", low=1, high=MAX_INT)
-    new = body.integer("max_completion_tokens", low=1, high=MAX_INT)
+    check_prompt_logprobs(body)
+    old, new = body.max_tokens, body.max_completion_tokens
     params = parse_sampling(
         body,
         max_tokens=old if new is None else new,
-        logprobs=chat_logprobs(body),
-        prompt_logprobs=parse_prompt_logprobs(body, stream=options.stream),
+        logprobs=_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
         defaults=defaults,
     )
-    chat_template = parse_template(body, is_trusted=trusts_template)
-    tool_format = format_for(tool_format, chat_template)
-    tools = parse_tools(body, tool_format, strict=strict_tools)
-    prompt, unread = parse_prompt(body, tools, tool_format, chat_template)
+    prompt, tools, not_used = parse_prompt(
+        conversation, tool_format, strict_tools=strict_tools, trusts_template=trusts_template
+    )
     prompt = replace(prompt, cuts_max_tokens=cuts_max_tokens)
-    not_used = (*unread, *tools.left_out)
     wanted = constrain(tools, params.structured_outputs)
     tools = replace(tools, is_formed=tools.may_call and wanted is not None)
     if not tools.may_call and (wanted is not None or prompt.continue_final_message):
@@ -123,21 +136,29 @@ def parse_chat(
         prompt=prompt,
         params=params,
         request_id=options.id,
-        priority=parse_priority(body),
-        cache_salt=parse_cache_salt(body),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
     )
-    ignored = body.finish(harmless=CHAT_HARMLESS, refused=CHAT_REFUSED)
-    return ChatRequest(job, options, ignored, tools, not_used)
+    return ChatRequest(job, options, CHAT.unknown(data), tools, not_used)
+
+
+def _logprobs(body: ChatFields) -> int | None:
+    """`logprobs: true` with `top_logprobs: k` -> k; None when not asked for."""
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    return None
 
 
 class _Choice:
-    """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
+    """State of one streamed choice: logprobs and ids of tokens whose text is held back."""
 
     __slots__ = ("logprobs", "parser", "started", "template", "token_ids")
 
     def __init__(self) -> None:
         self.parser: CallParser | None = None
-        """From the first delta on, where the text is more than content."""
+        """Set with the first delta, where the text is more than content."""
         self.started = False
         self.template: TextTemplate | None = None
         self.logprobs: list[TokenLogprob] = []
@@ -145,7 +166,7 @@ class _Choice:
 
 
 class ChatStream:
-    """Deltas to `chat.completion.chunk` objects. One per HTTP request."""
+    """Turns deltas into `chat.completion.chunk` objects. One per HTTP request."""
 
     def __init__(self, request: ChatRequest) -> None:
         self._options = request.options
@@ -158,20 +179,20 @@ class ChatStream:
         self._choices = [_Choice() for _ in range(request.job.params.n)]
         self._num_open = request.job.params.n
         self._prompt_token_ids: tuple[int, ...] | None = None
-        """Until a chunk has carried them."""
+        """The prompt's ids, until a chunk has carried them."""
         self._begun_by: Sequence[int] | None = None if request.tools.needs_prompt else ()
         """The prompt, where it may have begun the answers; None until it is known."""
         self._begins_answers = request.begins_answers
         self._held: list[tuple[int, TokenDelta]] = []
-        """What came before it was."""
+        """Deltas that came before the prompt was known."""
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
-        """Chunks for one delta. None while its text is held back."""
+        """Chunks for one delta: none while its text is held back."""
         if self._begun_by is not None:
             return self._feed(index, delta)
         self._held.append((index, delta))
         if index:
-            return []  # the first delta of the first choice tells
+            return []  # the first delta of the first choice has the prompt
         self._begun_by = (delta.prompt_token_ids or ()) if self._begins_answers else ()
         held, self._held = self._held, []
         return [chunk for later in held for chunk in self._feed(*later)]
@@ -185,7 +206,7 @@ class ChatStream:
         if self._options.return_token_ids:
             choice.token_ids.extend(delta.token_ids)
             self._prompt_token_ids = delta.prompt_token_ids or self._prompt_token_ids
-        parts = deltas_of(choice.parser, delta)
+        parts = _deltas_of(choice.parser, delta)
         wants_news = bool(parts) or self._options.return_token_ids
         if not wants_news and delta.finish_reason is None:
             return []
@@ -201,7 +222,8 @@ class ChatStream:
         return chunks
 
     def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        """The encoded form of what `feed` would return, for a delta in the middle that is only
+        text."""
         choice = self._choices[index]
         if not self._is_plain or not choice.started or delta.finish_reason is not None:
             return None
@@ -215,7 +237,7 @@ class ChatStream:
         return choice.template.frame(delta.text)
 
     def end(self) -> list[dict[str, Any]]:
-        """What follows the last choice: the usage chunk, when it was asked for."""
+        """Chunks after the last choice: the usage chunk, when the client asked for it."""
         if not self._options.include_usage:
             return []
         chunk = {**self._head(), "choices": [], "usage": self._tally.usage()}
@@ -266,7 +288,7 @@ class ChatStream:
 
     def _finish_chunk(self, index: int, delta: TokenDelta) -> dict[str, Any]:
         parser = self._choices[index].parser
-        chunk = self._chunk(index, {}, finish_reason_of(delta, parser, self._tools))
+        chunk = self._chunk(index, {}, _finish_reason_of(delta, parser, self._tools))
         chunk["choices"][0]["stop_reason"] = delta.stop_reason
         self._num_open -= 1
         o = self._options
@@ -291,7 +313,7 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
             "index": index,
             "message": {"role": "assistant", **fields, "refusal": None},
             "logprobs": None,
-            "finish_reason": finish_reason_of(answer, parser, tools),
+            "finish_reason": _finish_reason_of(answer, parser, tools),
             "stop_reason": answer.stop_reason,
         }
         if params.logprobs is not None:
@@ -316,3 +338,21 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
     if o.include_timings:
         response["termgen"] = tally.timings()
     return response
+
+
+def _deltas_of(parser: CallParser | None, delta: TokenDelta) -> list[dict[str, Any]]:
+    """The `delta` objects for the text of a delta; without a parser all of it is content."""
+    if parser is None:
+        return [{"content": delta.text}] if delta.text else []
+    parts = parser.feed(delta.text)
+    if delta.finish_reason is not None:
+        parts += parser.finish()
+    return [delta_of(part) for part in parts]
+
+
+def _finish_reason_of(delta: TokenDelta, parser: CallParser | None, tools: Tools) -> str:
+    """The finish reason. As with OpenAI and vLLM, a call that the client named does not make it
+    `tool_calls`; nor does one that a stop string cut off, which is incomplete."""
+    if parser is None or not parser.num_calls or parser.is_cut or tools.choice == "named":
+        return str(delta.finish_reason)
+    return "tool_calls" if delta.finish_reason is FinishReason.STOP else str(delta.finish_reason)

@@ -1,8 +1,8 @@
-"""What endpoints that are a chat in other words share: /v1/messages and /v1/responses.
+"""Shared code of the endpoints that are a chat in other words: /v1/messages and /v1/responses.
 
 They translate their body into one of /v1/chat/completions, so that there is one place where
-parameters, messages and tools are checked, and translate its chunks back. `ChatNews` is what the
-latter come down to.
+parameters, messages and tools are checked, and translate its chunks back: `ChatNews` turns chunks
+into thoughts, texts, calls and an end.
 """
 
 from __future__ import annotations
@@ -12,22 +12,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from termgen.api.chat import CHAT_REFUSED, ChatRequest, ChatStream, chat_response, parse_chat
+from termgen.api.chat import CHAT, ChatRequest, ChatStream, chat_response, parse_chat
+from termgen.api.chat_prompt import TemplateFields
 from termgen.api.errors import unsupported
-from termgen.api.fields import Check, Fields, instead_of, is_empty, is_true, never, one_of
+from termgen.api.fields import (
+    Check,
+    Endpoint,
+    declared,
+    instead_of,
+    is_empty,
+    is_true,
+    never,
+    one_of,
+)
+from termgen.api.sampling import SharedFields
 from termgen.client import TokenDelta
 from termgen.errors import OverloadedError, RequestError
 
-SHARED_FIELDS = (
-    *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("allowed_token_ids", "bad_words", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "sse_ping_interval"),
-    *("chat_template", "enable_thinking", "think", "thinking_budget"),
-)
+SHARED_FIELDS = frozenset({*declared(SharedFields), *declared(TemplateFields)}) - {
+    *("model", "stream", "temperature", "top_k", "top_p")
+}
 """Fields of a chat that both endpoints take as they are: none changes the shape of an answer."""
 
 CHAT_WORDS: Mapping[str, Check] = {
-    **CHAT_REFUSED,
+    **CHAT.refused,
     **dict.fromkeys(
         ("add_generation_prompt", "parallel_tool_calls", "skip_special_tokens"), is_true
     ),
@@ -40,28 +48,23 @@ CHAT_WORDS: Mapping[str, Check] = {
     **dict.fromkeys(("prompt_logprobs", "reasoning", "reasoning_effort", "thinking"), never),
     "response_format": one_of({"type": "text"}),
 }
-"""Fields that change a chat: value check -> harmless? Where they are not taken, or have another
-name, they are refused."""
+"""Fields that change a chat: value check -> harmless? An endpoint that does not take them, or has
+another name for them, refuses them."""
 
 _TOOL = re.compile(r"^(tools\[\d+\])\.function")
-"""Both endpoints have a tool's fields at its top."""
+"""Both endpoints put a tool's fields at its top."""
 
 
-def shared_fields(body: Fields) -> dict[str, Any]:
-    return {name: body.take(name) for name in SHARED_FIELDS}
+def shared_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: data[name] for name in SHARED_FIELDS if name in data}
 
 
 def unknown_fields(
-    body: Fields,
-    data: Mapping[str, Any],
-    *,
-    harmless: frozenset[str],
-    refused: Mapping[str, Check],
-    names: Mapping[str, str],
+    endpoint: Endpoint, data: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """As `Fields.finish`, which knows nothing of chats. data: the body. names: of fields of a chat
-    that are called otherwise here."""
-    unknown = body.finish(harmless=harmless, refused=refused)
+    """`Endpoint.unknown`, and a RequestError for fields of a chat that this endpoint does not take.
+    names: the endpoint's names for fields of a chat."""
+    unknown = endpoint.unknown(data)
     for name in unknown:
         if name in CHAT_WORDS and data[name] is not None and not CHAT_WORDS[name](data[name]):
             hint = f"; its name here is {names[name]}" if name in names else ""
@@ -72,9 +75,9 @@ def unknown_fields(
 
 def turns_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages as templates take them, which are stricter than these endpoints: instructions
-    at the beginning only, and no two turns of one side in a row.
+    only at the beginning, and no two turns of one side in a row.
 
-    Instructions that come later become part of the user's turn, marked as what they are.
+    Later instructions become part of the user's turn, marked as what they are.
     """
     turns: list[dict[str, Any]] = []
     for message in messages:
@@ -108,7 +111,7 @@ def parse_as_chat(
     names: Mapping[str, str],
     **context: Any,
 ) -> ChatRequest:
-    """The chat request for a translated body. names: what its fields are called by the client."""
+    """The chat request for a translated body. names: the client's names of its fields."""
     try:
         chat = parse_chat(body, cuts_max_tokens=True, **context)
     except RequestError as error:
@@ -123,7 +126,7 @@ def parse_as_chat(
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The error with the client's name of the field; the longest name that fits counts."""
+    """The error with the client's name of the field; the longest name that fits wins."""
     param = _renamed_name(_TOOL.sub(r"\1", error.param or ""), names)
     if "parameters" in names:
         param = param.replace("].parameters", f"].{names['parameters']}")
@@ -145,27 +148,27 @@ def _renamed_name(name: str, names: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtNews:
-    """More of what the model thinks before it answers."""
+    """The next piece of the model's thoughts."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TextNews:
-    """More of the answer's text."""
+    """The next piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallNews:
-    """A call begins, when it has an id, and goes on."""
+    """The beginning of a call, when it has an id, or its next piece."""
 
     index: int
     id: str | None
     name: str
     arguments: str
-    """More of the JSON text."""
+    """The next piece of the JSON text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ class Usage(NamedTuple):
 
 
 class ChatNews:
-    """The one choice of a chat's stream, as news."""
+    """Turns the one choice of a chat's stream into news."""
 
     def __init__(self, request: ChatRequest) -> None:
         assert request.job.params.n == 1, "these endpoints have one answer"
@@ -195,10 +198,8 @@ class ChatNews:
         self.usage = Usage(0, 0, 0)
 
     def plain_text(self, delta: TokenDelta) -> str | None:
-        """The text of a delta whose news are that alone; None where it is for `feed` to say.
-
-        Once the first text is out: what comes before it, `feed` tells too.
-        """
+        """The text of a delta that is nothing else; None where `feed` has to be used. For use after
+        `feed` has returned the first text."""
         if not self._is_plain or delta.finish_reason is not None:
             return None
         self._count(delta)
@@ -235,7 +236,7 @@ def _news_of(choice: Mapping[str, Any]) -> Iterator[News]:
 
 
 def whole_answer(request: ChatRequest, answers: list[TokenDelta]) -> tuple[list[News], Usage]:
-    """The same of a whole answer: what was thought, its text, its calls, its end."""
+    """The news and the usage of a whole answer."""
     response = chat_response(request, answers)
     choice, usage = response["choices"][0], response["usage"]
     message = dict(choice["message"])

@@ -1,17 +1,36 @@
-"""The conversation in a chat's body: its messages, and how they become a prompt."""
+"""The conversation in a chat's body: its messages, how they become a prompt, hints about thinking.
+
+Clients send hints (how much effort, whether to think at all, for how many tokens) to every model.
+They become variables of the chat template where it reads such ones; elsewhere they are accepted and
+named in the answer's header as not used. Content in parts and the arguments of calls are read here
+for every endpoint that is a chat.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from dataclasses import replace
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, get_args
+
+from msgspec import Meta, Struct
 
 from termgen.api.errors import unsupported
-from termgen.api.fields import Fields, check_depth, wrong_type
-from termgen.api.hints import parse_hints, reader_of
-from termgen.api.parts import result_text, texts_of
-from termgen.api.tools import Tools, parse_calls, show_tools
-from termgen.client import ChatPrompt
+from termgen.api.fields import (
+    FORM,
+    PROMPT,
+    check_depth,
+    is_int,
+    parse_json,
+    read,
+    wanted,
+    wrong_type,
+)
+from termgen.api.sampling import VLLM
+from termgen.api.tools import MAX_TOOLS, Tools, parse_tools, show_tools
+from termgen.client import MAX_CHAT_TEMPLATE_CHARS, ChatPrompt
 from termgen.errors import RequestError
 from termgen.vocabulary.structured_outputs import is_longer
 from termgen.vocabulary.tool_format import ToolFormat
@@ -37,42 +56,176 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
     }
 )
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
+MAX_BUDGET = 2**31 - 1
+Budget = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
 
-def parse_template(body: Fields, *, is_trusted: bool) -> str | None:
-    """The chat template that a request brings instead of the model's."""
-    source = body.string("chat_template")
-    if source is not None and not is_trusted:
+VARIABLES = {
+    "effort": ("reasoning_effort",),
+    "thinks": ("enable_thinking", "thinking"),
+    "budget": ("thinking_budget",),
+}
+"""The template variables of each kind of hint."""
+
+HINT_VARIABLES = frozenset(name for names in VARIABLES.values() for name in names)
+
+_EFFORT = f"{', '.join(EFFORTS[:-1])} or {EFFORTS[-1]}"
+_EFFORT_WORDS = ", ".join(f"`{word}`" for word in EFFORTS)
+_HINT = "A hint: what the template does not read is named in `x-termgen-not-used`"
+
+
+class TemplateFields(Struct, frozen=True):
+    """Fields that every endpoint that is a chat takes as they are."""
+
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        PROMPT(
+            "variables of the chat template; one that it does not read is refused, unless it is "
+            "a hint about thinking",
+            f"an object of at most {MAX_TEMPLATE_KWARGS_BYTES} bytes",
+            origin=VLLM,
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        PROMPT(
+            "used instead of the model's; refused unless the server has "
+            "`--trust-request-chat-template`",
+            f"a Jinja template of at most {MAX_CHAT_TEMPLATE_CHARS} characters",
+            "the model's own",
+            VLLM,
+        ),
+    ] = None
+    enable_thinking: Annotated[
+        bool | None,
+        PROMPT(
+            f"the template variable of this name, and `thinking`. {_HINT}",
+            default="the template's own",
+            origin="Qwen",
+        ),
+    ] = None
+    think: Annotated[
+        bool | Effort | None,
+        wanted(f"true, false, {_EFFORT}"),
+        PROMPT(
+            f"`enable_thinking` or `reasoning_effort` in Ollama's words. {_HINT}",
+            f"true, false, {_EFFORT_WORDS}",
+            "the template's own",
+            "Ollama",
+        ),
+    ] = None
+    thinking_budget: Annotated[
+        Budget | None,
+        PROMPT(f"the template variable of this name. {_HINT}", "a number of tokens", origin="Qwen"),
+    ] = None
+
+
+class ReasoningFields(Struct, frozen=True):
+    effort: Annotated[Effort | None, wanted(_EFFORT)] = None
+    enabled: bool | None = None
+    max_tokens: Budget | None = None
+
+
+class Conversation(TemplateFields, frozen=True, kw_only=True):
+    """Fields of a chat that make its prompt."""
+
+    messages: Annotated[
+        list[Any],
+        wanted("a list of messages"),
+        PROMPT(
+            "the conversation. Roles `system`, `developer` (the same), `user`, `assistant`, "
+            "`tool`; content is a string or a list of `text` parts; `name`, `tool_calls`, "
+            "`tool_call_id` and `reasoning_content` (or `reasoning`) go to the template",
+            "a list of messages",
+        ),
+    ]
+    add_generation_prompt: Annotated[
+        bool | None,
+        PROMPT("end the prompt with the beginning of an answer", default="on", origin=VLLM),
+    ] = None
+    continue_final_message: Annotated[
+        bool,
+        PROMPT(
+            "go on with the last message, which must be the assistant's; excludes "
+            "`add_generation_prompt`, which is then off",
+            origin=VLLM,
+        ),
+    ] = False
+    reasoning_effort: Annotated[
+        Effort | None,
+        wanted(_EFFORT),
+        PROMPT(
+            "the template variable of this name; `none` also sets `enable_thinking` to false. "
+            f"{_HINT}",
+            _EFFORT_WORDS,
+        ),
+    ] = None
+    reasoning: Annotated[
+        ReasoningFields | None,
+        PROMPT(
+            f"effort, whether to think, and for how many tokens. {_HINT}",
+            "an object with `effort`, `enabled` or `max_tokens`",
+            origin="OpenRouter",
+        ),
+    ] = None
+    thinking: Annotated[
+        bool | dict[str, Any] | None,
+        wanted("an object with a type"),
+        PROMPT(
+            f"the template variables `enable_thinking`, `thinking` and `thinking_budget`. {_HINT}",
+            "true, false, or an object: `type` is `enabled`, `disabled` or `adaptive`, "
+            "`budget_tokens` a number",
+            "the template's own",
+            "Anthropic",
+        ),
+    ] = None
+    tools: Annotated[
+        list[Any],
+        FORM(
+            "what the model may call; see [tool calls](structured-outputs.md#tool-calls)",
+            f"up to {MAX_TOOLS} functions",
+        ),
+    ] = []
+    tool_choice: Annotated[
+        Any,
+        Meta(extra_json_schema={"type": ["string", "object"]}),
+        FORM(
+            "whether it must; calls that must come are enforced",
+            "`none`, `auto`, `required` or a function",
+            "auto",
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[bool, FORM("whether several calls may come at once")] = True
+
+
+def parse_prompt(
+    body: Conversation, tool_format: ToolFormat, *, strict_tools: bool, trusts_template: bool
+) -> tuple[ChatPrompt, Tools, tuple[str, ...]]:
+    """The messages and how to render them, the tools, and the names of fields without effect."""
+    chat_template = body.chat_template
+    if chat_template is not None and not trusts_template:
         raise unsupported(
             "chat_template",
             "chat_template is taken only by servers with --trust-request-chat-template",
         )
-    return source
-
-
-def format_for(tool_format: ToolFormat, chat_template: str | None) -> ToolFormat:
-    """How calls are written where a request brings its template: that decides who shows tools."""
-    if chat_template is None:
-        return tool_format
-    return replace(tool_format, knows_tools="tools" in chat_template)
-
-
-def parse_prompt(
-    body: Fields,
-    tools: Tools = Tools(),  # noqa: B008 frozen
-    tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
-    chat_template: str | None = None,
-) -> tuple[ChatPrompt, tuple[str, ...]]:
-    """The messages and how to render them; wishes that the template does not read."""
-    value = body.take("messages")
-    if not isinstance(value, list):
-        raise wrong_type("messages", "a list of messages", value)
-    if not value:
+    if chat_template is not None:  # then that template decides who shows the tools
+        tool_format = replace(tool_format, knows_tools="tools" in chat_template)
+    tools = parse_tools(
+        body.tools,
+        body.tool_choice,
+        tool_format,
+        parallel=body.parallel_tool_calls,
+        strict=strict_tools,
+    )
+    if not body.messages:
         raise RequestError("messages must not be empty", param="messages")
-    if len(value) > MAX_MESSAGES:
+    if len(body.messages) > MAX_MESSAGES:
         raise RequestError(f"at most {MAX_MESSAGES} messages are allowed", param="messages")
-    messages = tuple(_parse_message(m, f"messages[{i}]") for i, m in enumerate(value))
-    continues = body.boolean("continue_final_message")
-    generates = body.boolean("add_generation_prompt", not continues)
+    messages = tuple(_parse_message(m, f"messages[{i}]") for i, m in enumerate(body.messages))
+    continues = body.continue_final_message
+    generates = body.add_generation_prompt
+    generates = not continues if generates is None else generates
     if continues and generates:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other",
@@ -85,7 +238,7 @@ def parse_prompt(
         )
     shown, variables = show_tools(messages, tools, tool_format)
     reads = reader_of(tool_format, chat_template)
-    kwargs, not_used = parse_hints(body, _template_kwargs(body), reads)
+    kwargs, not_used = parse_hints(body, _template_kwargs(body.chat_template_kwargs), reads)
     prompt = ChatPrompt(
         messages=shown,
         add_generation_prompt=generates,
@@ -93,14 +246,11 @@ def parse_prompt(
         template_kwargs={**kwargs, **variables},
         chat_template=chat_template,
     )
-    return prompt, not_used
+    return prompt, tools, (*not_used, *tools.left_out)
 
 
-def _template_kwargs(body: Fields) -> dict[str, Any]:
-    value = body.take("chat_template_kwargs")
-    if value is not None and not isinstance(value, dict):
-        raise wrong_type("chat_template_kwargs", "an object", value)
-    kwargs: dict[str, Any] = dict(value or {})
+def _template_kwargs(value: dict[str, Any] | None) -> dict[str, Any]:
+    kwargs = dict(value or {})
     for name in kwargs:
         if name in RESERVED_TEMPLATE_KWARGS:
             raise RequestError(
@@ -117,16 +267,28 @@ def _template_kwargs(body: Fields) -> dict[str, Any]:
     return kwargs
 
 
+class _MessageFields(Struct, frozen=True):
+    """A message of any role."""
+
+    role: str | None = None
+    content: Any = None
+    tool_calls: Any = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The newer name of `reasoning_content`."""
+
+
 def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong_type(where, "an object", value)
-    message = Fields(value, where + ".")
-    role = message.string("role")
-    role = "system" if role == "developer" else role
+    message = read(_MessageFields, value, where + ".")
+    role = "system" if message.role == "developer" else message.role
     if role not in ROLES:
         raise wrong_type(f"{where}.role", "system, developer, user, assistant or tool", role)
-    tool_calls = parse_calls(message.take("tool_calls"), where) if role == "assistant" else []
-    given, content = message.take("content"), None
+    tool_calls = _parse_calls(message.tool_calls, where) if role == "assistant" else []
+    given, content = message.content, None
     if role == "tool":
         content = result_text(given, f"{where}.content")
     elif given is not None or role != "assistant":
@@ -136,11 +298,209 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     parsed: dict[str, Any] = {"role": role, "content": content}
     if tool_calls:
         parsed["tool_calls"] = tool_calls
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        text = message.string(name)
-        if text is not None:
-            parsed[name] = text
-    reasoning = message.string("reasoning")  # the newer name of the same thing
+    if message.name is not None:
+        parsed["name"] = message.name
+    if message.tool_call_id is not None:
+        parsed["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning_content
+    reasoning = message.reasoning if reasoning is None else reasoning
     if reasoning is not None:
-        parsed.setdefault("reasoning_content", reasoning)
+        parsed["reasoning_content"] = reasoning
     return parsed
+
+
+def _parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Calls in the history. Templates want `arguments` as an object, clients send it as text."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong_type(f"{where}.tool_calls", "a list", value)
+    calls = []
+    for i, call in enumerate(value):
+        at = f"{where}.tool_calls[{i}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong_type(at, "an object with function.name", call)
+        given = function.get("arguments")
+        arguments = arguments_of({} if given is None else given, f"{at}.function.arguments")
+        parsed = {"name": function["name"], "arguments": arguments}
+        calls.append({"id": call.get("id"), "type": "function", "function": parsed})
+    return calls
+
+
+# -- hints about thinking ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    field: str
+    kind: str
+    """A key of `VARIABLES`."""
+    value: Any
+
+
+def reader_of(tool_format: ToolFormat, chat_template: str | None) -> Callable[[str], bool]:
+    """A test for variables that the template reads. chat_template: the request's own, if any."""
+    if chat_template is not None:
+        return lambda name: re.search(rf"\b{name}\b", chat_template) is not None
+    known = tool_format.template_variables
+    return lambda name: known is None or name in known
+
+
+def parse_hints(
+    body: Conversation, kwargs: dict[str, Any], reads: Callable[[str], bool]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The template's variables, and the names of fields that have no effect.
+
+    kwargs: `chat_template_kwargs`, which win; hints among them that the template does not read are
+    left out.
+    """
+    unread = [name for name in kwargs if name in HINT_VARIABLES and not reads(name)]
+    variables = {name: value for name, value in kwargs.items() if name not in unread}
+    not_used = [f"chat_template_kwargs.{name}" for name in unread]
+    for wish in _wishes(body):
+        names = [name for name in VARIABLES[wish.kind] if reads(name)]
+        for name in names:
+            variables.setdefault(name, wish.value)
+        used = bool(names)
+        if wish.kind == "effort" and wish.value == "none":
+            for name in filter(reads, VARIABLES["thinks"]):
+                variables.setdefault(name, False)
+                used = True
+        if not used:
+            not_used.append(wish.field)
+    return variables, tuple(not_used)
+
+
+def _wishes(body: Conversation) -> list[_Wish]:
+    wishes = []
+    if body.reasoning_effort is not None:
+        wishes.append(_Wish("reasoning_effort", "effort", body.reasoning_effort))
+    reasoning = body.reasoning
+    if reasoning is not None:
+        if reasoning.effort is not None:
+            wishes.append(_Wish("reasoning.effort", "effort", reasoning.effort))
+        if reasoning.enabled is not None:
+            wishes.append(_Wish("reasoning.enabled", "thinks", reasoning.enabled))
+        if reasoning.max_tokens is not None:
+            wishes.append(_Wish("reasoning.max_tokens", "budget", reasoning.max_tokens))
+    if body.enable_thinking is not None:
+        wishes.append(_Wish("enable_thinking", "thinks", body.enable_thinking))
+    wishes += _thinking(body.thinking)
+    if body.thinking_budget is not None:
+        wishes.append(_Wish("thinking_budget", "budget", body.thinking_budget))
+    if body.think is not None:
+        kind = "thinks" if isinstance(body.think, bool) else "effort"
+        wishes.append(_Wish("think", kind, body.think))
+    return wishes
+
+
+def _thinking(value: bool | dict[str, Any] | None) -> list[_Wish]:
+    """The hints of Anthropic's object, or of true and false."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [_Wish("thinking", "thinks", value)]
+    kind, budget = value.get("type"), value.get("budget_tokens")
+    if kind not in ("enabled", "disabled", "adaptive", "auto"):
+        raise wrong_type("thinking.type", "enabled, disabled or adaptive", kind)
+    wishes = []
+    if kind in ("enabled", "disabled"):
+        wishes.append(_Wish("thinking", "thinks", kind == "enabled"))
+    if budget is not None:
+        if not is_int(budget) or not 1 <= budget <= MAX_BUDGET:
+            raise wrong_type("thinking.budget_tokens", f"an integer, 1 to {MAX_BUDGET}", budget)
+        wishes.append(_Wish("thinking.budget_tokens", "budget", budget))
+    return wishes
+
+
+# -- parts of content, arguments of calls --------------------------------------------------
+
+TEXT_PARTS: Mapping[str, str] = {"text": "text"}
+
+
+def parts_of(value: Any, where: str, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The path and the object of each part in a list. wanted: words of the error for other
+    values."""
+    if not isinstance(value, list):
+        raise wrong_type(where, wanted, value)
+    for i, part in enumerate(value):
+        at = f"{where}[{i}]"
+        if not isinstance(part, dict):
+            raise wrong_type(at, "an object", part)
+        yield at, part
+
+
+NOT_TEXT = frozenset(
+    {
+        *("image", "image_url", "input_image", "document", "file", "input_file"),
+        *("audio", "input_audio", "tool_reference"),
+    }
+)
+"""Types of parts that a tool may return, and that no model here can read."""
+
+INVALID_JSON = "INVALID_JSON"
+"""Key for text that is not a JSON object; the name is that of Anthropic's documentation."""
+
+
+def result_text(value: Any, where: str, keys: Mapping[str, str] = TEXT_PARTS) -> str:
+    """The text of a tool's result. A line replaces a part that is not text: the tool has run
+    already, and a refusal would end the agent's work."""
+    if value is None:
+        return ""
+    return "\n".join(texts_of(value, where, keys, replaced=NOT_TEXT))
+
+
+def texts_of(
+    value: Any,
+    where: str,
+    keys: Mapping[str, str] = TEXT_PARTS,
+    replaced: frozenset[str] = frozenset(),
+) -> list[str]:
+    """The texts of a string or a list of parts. keys: the field with the text, by type of part.
+    replaced: types of parts that a line replaces."""
+    if isinstance(value, str):
+        return [value]
+    texts = []
+    for at, part in parts_of(value, where, "a string or a list of text parts"):
+        kind = part.get("type")
+        key = keys.get(kind) if isinstance(kind, str) else None
+        if key is None and isinstance(kind, str) and kind in replaced:
+            texts.append(f"[{kind} left out: this model reads text only]")
+            continue
+        if key is None:
+            raise unsupported_part(kind, at)
+        if not isinstance(part.get(key), str):
+            raise wrong_type(f"{at}.{key}", "a string", part.get(key))
+        texts.append(part[key])
+    return texts
+
+
+def unsupported_part(kind: Any, at: str) -> RequestError:
+    return unsupported(
+        f"{at}.type", f"{at}: parts of type {str(kind)[:40]!r} are not supported here"
+    )
+
+
+def arguments_of(value: Any, where: str) -> dict[str, Any]:
+    """Arguments of a call in the history: an object, or any text.
+
+    Templates want an object. Text that is not one, such as arguments that were cut off, becomes the
+    one value of an object, so that the model sees what it wrote.
+    """
+    if isinstance(value, str):
+        try:
+            parsed = parse_json((value or "{}").encode(), where)
+            check_depth(where, parsed)
+        except RequestError:
+            return {INVALID_JSON: value}
+        return parsed
+    if not isinstance(value, dict):
+        raise wrong_type(where, "a JSON object", value)
+    try:
+        check_depth(where, value)
+    except RequestError:
+        with contextlib.suppress(RecursionError):
+            return {INVALID_JSON: json.dumps(value)}
+        raise
+    return value

@@ -7,41 +7,86 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from termgen.api.fields import Check, Fields, is_empty, is_int, is_true, never, wrong_type
-from termgen.api.job import (
-    Job,
-    ResponseOptions,
-    Tally,
-    parse_cache_salt,
-    parse_options,
-    parse_priority,
+from msgspec import Meta
+
+from termgen.api.fields import (
+    PROMPT,
+    Endpoint,
+    is_empty,
+    is_int,
+    is_true,
+    never,
+    read,
+    wanted,
+    wrong_type,
 )
+from termgen.api.job import Job, ResponseOptions, Tally, parse_options
 from termgen.api.logprobs import TextLogprobs, prompt_logprobs_list
 from termgen.api.sampling import (
     HARMLESS,
+    LOGPROBS_DOC,
     MAX_INT,
     REFUSED,
-    parse_prompt_logprobs,
+    GenerationFields,
+    NumLogprobs,
+    check_prompt_logprobs,
     parse_sampling,
 )
 from termgen.api.sse import TextTemplate
 from termgen.client import FillPrompt, Prompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
-from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 
 MAX_PROMPTS = 128
 MAX_CHOICES = 1024
-"""Prompts times n."""
+"""Limit for prompts times `n`."""
 DEFAULT_MAX_TOKENS = 16
 
-COMPLETION_REFUSED: dict[str, Check] = {
-    **REFUSED,
-    "add_special_tokens": is_true,
-    "prompt_embeds": is_empty,
-    "chat_template": never,
-}
+PROMPT_TYPES = "a string, a list of strings, token ids, or a list of lists of token ids"
+
+
+class CompletionFields(GenerationFields, frozen=True, kw_only=True):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[
+        str | list[Any],
+        wanted(PROMPT_TYPES),
+        PROMPT(
+            f"up to {MAX_PROMPTS} texts to continue; times `n` at most {MAX_CHOICES} choices",
+            "a string, a list of strings, token ids, or a list of those",
+        ),
+    ]
+    echo: Annotated[
+        bool, PROMPT("begin the answer with the prompt; with `logprobs`, those of the prompt too")
+    ] = False
+    suffix: Annotated[
+        str | None,
+        PROMPT(
+            "what stands behind the answer, for models whose tokenizer has tokens for that "
+            "(fill-in-the-middle), and refused for others; excludes `echo`",
+            "a string; the prompt must be text",
+        ),
+    ] = None
+    logprobs: Annotated[NumLogprobs | None, LOGPROBS_DOC] = None
+
+
+class EchoFields(CompletionFields, frozen=True, kw_only=True):
+    """The body with `echo`: the answer may be the prompt alone."""
+
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] = DEFAULT_MAX_TOKENS
+
+
+COMPLETIONS = Endpoint(
+    (CompletionFields,),
+    harmless=HARMLESS,
+    refused={
+        **REFUSED,
+        "add_special_tokens": is_true,
+        "prompt_embeds": is_empty,
+        "chat_template": never,
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +96,7 @@ class CompletionRequest:
     echo: bool
     ignored: tuple[str, ...]
     wants_prompt_logprobs: bool = False
-    """As a list of their own, besides those of an echo."""
+    """True: they come as a list of their own, besides those of an echo."""
 
     @property
     def n(self) -> int:
@@ -82,32 +127,27 @@ def parse_completion(
     force_include_usage: bool = False,
 ) -> CompletionRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling."""
-    body = Fields(data)
-    body.take("model")  # resolved by the caller
+    body = read(EchoFields if data.get("echo") is True else CompletionFields, data)
     options = parse_options(
         body, id_prefix="cmpl", model=model, force_include_usage=force_include_usage
     )
-    prompts = _parse_prompts(body.take("prompt"))
-    echo = body.boolean("echo")
-    suffix = body.string("suffix")
-    if suffix:
-        prompts = _with_gap(prompts, suffix, echo=echo)
-    logprobs = body.integer("logprobs", low=0, high=MAX_LOGPROBS)
-    prompt_logprobs = parse_prompt_logprobs(body, stream=options.stream)
-    wants_prompt_logprobs = prompt_logprobs is not None
-    if echo and logprobs is not None:  # the prompt is part of the answer, and so of its logprobs
-        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    max_tokens = body.integer("max_tokens", low=0 if echo else 1, high=MAX_INT)
-    if max_tokens is None:
-        max_tokens = DEFAULT_MAX_TOKENS
-    least = body.integer("min_tokens", low=0, high=MAX_INT)
-    if least and not max_tokens:
-        raise RequestError(f"min_tokens ({least}) exceeds max_tokens (0)", param="min_tokens")
+    prompts = _parse_prompts(body.prompt)
+    if body.suffix:
+        prompts = _with_gap(prompts, body.suffix, echo=body.echo)
+    check_prompt_logprobs(body)
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:  # the answer, and so its logprobs, has the prompt
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.min_tokens and not max_tokens:
+        raise RequestError(
+            f"min_tokens ({body.min_tokens}) exceeds max_tokens (0)", param="min_tokens"
+        )
     # nothing to generate: the parameters are still checked, with a length that is allowed
     params = parse_sampling(
         body,
         max_tokens=max_tokens or 1,
-        logprobs=logprobs,
+        logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
         defaults=defaults,
     )
@@ -116,29 +156,30 @@ def parse_completion(
             f"{len(prompts)} prompts times n={params.n} exceeds {MAX_CHOICES} completions",
             param="n",
         )
-    priority, cache_salt = parse_priority(body), parse_cache_salt(body)
     jobs = tuple(
         Job(
             prompt=prompt,
             params=params,
             request_id=options.id if len(prompts) == 1 else f"{options.id}-{i}",
-            priority=priority,
-            cache_salt=cache_salt,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
             generates=max_tokens > 0,
         )
         for i, prompt in enumerate(prompts)
     )
-    ignored = body.finish(harmless=HARMLESS, refused=COMPLETION_REFUSED)
-    return CompletionRequest(jobs, options, echo, ignored, wants_prompt_logprobs)
+    return CompletionRequest(
+        jobs,
+        options,
+        echo=body.echo,
+        ignored=COMPLETIONS.unknown(data),
+        wants_prompt_logprobs=body.prompt_logprobs is not None,
+    )
 
 
-def _parse_prompts(value: Any) -> Sequence[Prompt]:
+def _parse_prompts(value: str | list[Any]) -> Sequence[Prompt]:
     """str | [str] | [int] | [[int]] -> a list of prompts."""
     if isinstance(value, str):
         return [value]
-    wanted = "a string, a list of strings, token ids, or a list of lists of token ids"
-    if not isinstance(value, list):
-        raise wrong_type("prompt", wanted, value)
     if not value:
         raise RequestError("prompt must not be empty", param="prompt")
     if _is_token_list(value):
@@ -148,14 +189,14 @@ def _parse_prompts(value: Any) -> Sequence[Prompt]:
     if all(isinstance(item, str) for item in value):
         return value
     if not all(isinstance(item, list) and _is_token_list(item) for item in value):
-        raise wrong_type("prompt", wanted, value)
+        raise wrong_type("prompt", PROMPT_TYPES, value)
     if not all(value):
         raise RequestError("prompt must not hold an empty list", param="prompt")
     return [tuple(item) for item in value]
 
 
 def _with_gap(prompts: Sequence[Prompt], suffix: str, *, echo: bool) -> Sequence[Prompt]:
-    """Each prompt with a gap between it and the suffix."""
+    """Pair each prompt with the suffix."""
     if echo:
         raise RequestError("suffix and echo exclude each other", param="suffix")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -169,7 +210,7 @@ def _is_token_list(value: list[Any]) -> bool:
 
 
 class _Choice:
-    """What one streamed choice still owes: logprobs and ids of tokens whose text is held back."""
+    """State of one streamed choice: logprobs and ids of tokens whose text is held back."""
 
     __slots__ = ("logprobs", "sent_echo", "started", "template", "text_logprobs", "token_ids")
 
@@ -183,8 +224,8 @@ class _Choice:
 
 
 class CompletionStream:
-    """Deltas to `text_completion` chunks. `echoes[p]` is the text of prompt p, "" without echo; it
-    must be there when the first delta comes."""
+    """Turns deltas into `text_completion` chunks. `echoes[p]` is the text of prompt p, "" without
+    echo; it must be there when the first delta comes."""
 
     def __init__(self, request: CompletionRequest, echoes: Sequence[str]) -> None:
         self._request = request
@@ -193,17 +234,17 @@ class CompletionStream:
         self._tally = Tally(request.n)
         self._choices = [_Choice(_text_logprobs(request)) for _ in range(request.num_choices)]
         self._prompt_token_ids: dict[int, tuple[int, ...]] = {}
-        """By choice, until a chunk has carried them."""
+        """Ids of the prompts by choice, until a chunk has carried them."""
         self._num_open = request.num_choices
         self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        """By prompt, for an echo with logprobs; they come with the prompt's first choice."""
+        """Logprobs of the prompts, for an echo; they come with the first choice of a prompt."""
         self._held: dict[int, list[tuple[int, TokenDelta]]] = {}
-        """By prompt, what came of its other choices before."""
+        """Deltas by prompt that came before the prompt's logprobs."""
         o = request.options
         self._is_plain = not (request.wants_logprobs or o.return_token_ids or o.continuous_usage)
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
-        """Chunks for one delta. None while its text is held back."""
+        """Chunks for one delta: none while its text is held back."""
         if not self._request.echoes_logprobs:
             return self._feed(index, delta)
         prompt = index // self._request.n
@@ -234,7 +275,8 @@ class CompletionStream:
         return [self._chunk(index, text, delta)]
 
     def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        """The encoded form of what `feed` would return, for a delta in the middle that is only
+        text."""
         choice = self._choices[index]
         if not self._is_plain or not choice.started or delta.finish_reason is not None:
             return None
@@ -246,7 +288,7 @@ class CompletionStream:
         return choice.template.frame(delta.text)
 
     def end(self) -> list[dict[str, Any]]:
-        """What follows the last choice: the usage chunk, when it was asked for."""
+        """Chunks after the last choice: the usage chunk, when the client asked for it."""
         if not self._options.include_usage:
             return []
         chunk = {**_head(self._options), "choices": [], "usage": self._tally.usage()}
@@ -280,7 +322,7 @@ class CompletionStream:
         return chunk
 
     def _logprobs(self, index: int) -> dict[str, Any]:
-        """Of the tokens of one chunk; the first of an echo has those of the prompt too."""
+        """The `logprobs` of one chunk; those of the first chunk of an echo include the prompt."""
         state = self._choices[index]
         if not self._request.echoes_logprobs or state.sent_echo:
             return state.text_logprobs.build(state.logprobs)
@@ -299,7 +341,7 @@ def completion_response(
     for index, answer in enumerate(answers):
         tally.add(index, answer)
         echo = echoes[index // request.n]
-        # the choices of one prompt share what is known of it, which comes with the first
+        # the data of a prompt comes with its first choice
         of_prompt = answers[index - index % request.n].prompt_logprobs or ()
         choice: dict[str, Any] = {
             "index": index,
@@ -327,7 +369,8 @@ def completion_response(
 
 
 def _shown(entries: Sequence[TokenLogprob], num_top: int) -> list[TokenLogprob]:
-    """With as many alternatives as `logprobs` asks for: `prompt_logprobs` may ask for more."""
+    """The entries with as many alternatives as `logprobs` asks for: `prompt_logprobs` may ask for
+    more."""
     return [replace(entry, top=entry.top[:num_top]) for entry in entries]
 
 

@@ -1,7 +1,8 @@
-"""Writes the parameter tables of docs/api.md from the code: `python -m termgen.api.document FILE`.
+"""Writes the parameter tables of docs/api.md from the declarations: `python -m termgen.api.document
+FILE`.
 
-Only what lies between a pair of markers is written, so the rest of the page is prose. A test fails
-when the file is not what this would write.
+It replaces the text between pairs of markers, and leaves the prose around them as it is. A test
+fails when the page is not up to date.
 """
 
 from __future__ import annotations
@@ -10,65 +11,79 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from termgen.api.chat import CHAT_HARMLESS, CHAT_REFUSED
+from msgspec import NODEFAULT, inspect
+
+from termgen.api.chat import CHAT
 from termgen.api.chat_bridge import SHARED_FIELDS
-from termgen.api.completions import COMPLETION_REFUSED
-from termgen.api.fields import Check
-from termgen.api.parameter_types import CHAT, COMPLETIONS, Group, Parameter
-from termgen.api.parameters import GROUPS, described
-from termgen.api.sampling import HARMLESS
+from termgen.api.completions import COMPLETIONS
+from termgen.api.fields import Declared, Endpoint, Group
 
-REFUSED: Mapping[str, Mapping[str, Check]] = {CHAT: CHAT_REFUSED, COMPLETIONS: COMPLETION_REFUSED}
-IGNORED: Mapping[str, frozenset[str]] = {CHAT: CHAT_HARMLESS, COMPLETIONS: HARMLESS}
+ENDPOINTS: Mapping[str, Endpoint] = {"chat": CHAT, "completions": COMPLETIONS}
+
+VALUES: Mapping[type[inspect.Type], str] = {
+    inspect.BoolType: "true, false",
+    inspect.StrType: "a string",
+    inspect.ListType: "a list",
+}
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def taken(endpoint: str) -> dict[str, Parameter]:
-    """The described fields that an endpoint takes."""
-    off = REFUSED[endpoint].keys() | IGNORED[endpoint]
-    return {name: p for name, p in described(endpoint).items() if name not in off}
-
-
 def parameters() -> str:
-    return "\n".join(filter(None, map(_table, GROUPS)))
+    return "\n".join(map(_table, Group))
 
 
 def _table(group: Group) -> str:
     rows = []
-    for p in group.parameters:
-        endpoints = [name for name in p.endpoints if p.name in taken(name)]
-        if endpoints:
+    for name, field in (CHAT.fields | COMPLETIONS.fields).items():
+        assert field.doc is not None, f"{name} has no documentation"
+        if field.doc.group is group:
+            endpoints = [words for words, body in ENDPOINTS.items() if name in body.fields]
             where = "both" if len(endpoints) == 2 else endpoints[0]
-            cells = (f"`{p.name}`", where, p.values, p.default, p.meaning, p.origin)
+            values = field.doc.values or _values(field)
+            default = field.doc.default or _default(field.default)
+            cells = (f"`{name}`", where, values, default, field.doc.meaning, field.doc.origin)
             rows.append("| " + " | ".join(cells) + " |")
-    if not rows:
-        return ""
     head = ["| field | where | values | default | what it does | from |"]
-    return "\n".join([f"### {group.title}", "", *head, "| --- " * 6 + "|", *rows, ""])
+    return "\n".join([f"### {group.value}", "", *head, "| --- " * 6 + "|", *rows, ""])
+
+
+def _values(field: Declared) -> str:
+    """The values of a type that needs no other words."""
+    if field.bounds is not None:
+        return "{} to {}".format(*field.bounds)
+    return ", ".join(VALUES[type.__class__] for type in field.types)
+
+
+def _default(value: Any) -> str:
+    if value is None or value == []:
+        return "none"
+    if value is NODEFAULT:
+        return "required"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 def ignored() -> str:
-    lines = [f"- Both endpoints: {_names(IGNORED[COMPLETIONS])}."]
-    only = IGNORED[CHAT] - IGNORED[COMPLETIONS]
+    lines = [f"- Both endpoints: {_names(COMPLETIONS.harmless)}."]
+    only = CHAT.harmless - COMPLETIONS.harmless
     if only:
         lines.append(f"- Chat too: {_names(only)}.")
     return "\n".join([*lines, ""])
 
 
 def refused() -> str:
-    shared = REFUSED[CHAT].keys() & REFUSED[COMPLETIONS].keys()
+    shared = CHAT.refused.keys() & COMPLETIONS.refused.keys()
     lines = [f"- Both endpoints: {_names(shared)}."]
     for endpoint, words in ((CHAT, "Chat"), (COMPLETIONS, "Completions")):
-        only = REFUSED[endpoint].keys() - shared
-        lines.append(f"- {words} too: {_names(only)}.")
+        lines.append(f"- {words} too: {_names(endpoint.refused.keys() - shared)}.")
     return "\n".join([*lines, ""])
 
 
 def shared() -> str:
-    """What the endpoints that are a chat in other words take by the chat's own names."""
-    return f"{_names(set(SHARED_FIELDS))}.\n"
+    """Names of the chat's fields that /v1/messages and /v1/responses take as they are."""
+    return f"{_names(SHARED_FIELDS)}.\n"
 
 
 def _names(names: frozenset[str] | set[str]) -> str:
@@ -84,7 +99,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
 
 
 def rewritten(page: str) -> str:
-    """The page with every generated part as the code has it now."""
+    """The page with every generated part written anew."""
     return _PART.sub(lambda m: m[1] + PARTS[m[2]]() + m[3], page)
 
 

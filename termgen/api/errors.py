@@ -1,7 +1,7 @@
 """Error bodies: every failure a client can see becomes one `ErrorReply`.
 
-Used by the server for responses and for error frames inside a running stream. Knows nothing of
-HTTP libraries; a reply is a status, headers and a JSON object in OpenAI's shape.
+The server uses it for responses and for error frames inside a running stream. It knows no HTTP
+library; a reply is a status, headers and a JSON object in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_RETRY = {"x-should-retry": "false"}
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """What goes on the wire for one failure."""
+    """Status, headers and body of one failure."""
 
     status: int
     body: dict[str, Any]
@@ -40,7 +40,8 @@ def error_body(
 
 
 def reply_for(exc: BaseException) -> ErrorReply:
-    """The reply for anything a handler can raise. Unknown exceptions tell the client nothing."""
+    """The reply for anything a handler can raise. An unknown exception reveals nothing to the
+    client."""
     if isinstance(exc, RequestError):
         body = error_body(str(exc), type=exc.type, param=exc.param, code=exc.code)
         if isinstance(exc, LoadingError) and exc.phase:
@@ -58,7 +59,7 @@ def reply_for(exc: BaseException) -> ErrorReply:
 
 
 def error_code(exc: BaseException) -> str:
-    """The slug a client would be told for this."""
+    """The error code that a client gets for this."""
     code = reply_for(exc).body["error"]["code"]
     return str(code)
 
@@ -71,7 +72,7 @@ def http_reply(status: int, detail: str, headers: Mapping[str, str] | None = Non
 
 
 def unsupported(param: str, message: str | None = None) -> RequestError:
-    """A field we know, that would change the answer, and that this server does not do."""
+    """Refusal of a known field that would change the answer and is not supported."""
     message = message or f"{param} is not supported by this server"
     return RequestError(message, param=param, code="unsupported_parameter")
 
@@ -117,7 +118,7 @@ def origin_not_allowed(origin: str) -> RequestError:
 
 
 def cors_not_allowed(message: str) -> RequestError:
-    """A browser asks whether a page may send what none may."""
+    """Refusal of a browser's preflight request for a method or a header that no page may send."""
     return RequestError(message, code="cors_not_allowed", status=403, type="permission_error")
 
 
@@ -136,7 +137,7 @@ def path_not_found() -> RequestError:
 
 
 def no_such_option(name: str) -> RequestError:
-    """A query parameter that a route does not know."""
+    """Refusal of a query parameter that the route does not know."""
     name = name[:40]
     return RequestError(f"there is no option {name!r}", code="unknown_option", param=name)
 
@@ -163,7 +164,7 @@ def request_aborted() -> RequestError:
 
 
 def not_supported(message: str) -> RequestError:
-    """An endpoint that clients know, and that this server will not have soon."""
+    """Refusal of an endpoint that clients know and this server does not have."""
     return RequestError(message, code="not_supported", status=501, type="server_error")
 
 

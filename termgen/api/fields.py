@@ -1,32 +1,43 @@
-"""A JSON request body, taken apart field by field with its types checked.
+"""JSON request bodies: parsed, checked against a declaration, and searched for unknown names.
 
-`parse_json` turns bytes into an object; `Fields` hands out typed values and remembers which names
-were asked for, so that at the end `finish` can refuse what is known but not supported and name what
-is unknown. `null` always means absent, as clients send it. Every fault is a `RequestError`.
+`parse_json` turns bytes into an object. A body is declared as one or two `msgspec.Struct` classes,
+whose annotations hold a field's type, its limits and its documentation; `read` converts the object
+to such a class, and `openapi` and `document` describe it. `Endpoint` adds the names that are
+accepted without effect or refused. `null` means absent. Every fault is a `RequestError`.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import get_annotations
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
-from termgen.api.errors import invalid_json, unsupported
+import msgspec
+from msgspec import inspect
+
+from termgen.api.errors import invalid_json, model_not_found, unsupported
+from termgen.client import ModelInfo
 from termgen.errors import RequestError
 
 MAX_IGNORED_NAMES = 20
 MAX_FIELDS = 1000
-"""Of one object; no endpoint knows a tenth as many."""
+"""Limit for one object; no endpoint knows a tenth as many."""
 MAX_PLACE = 200
-"""Characters of a path in an error, about."""
+"""Approximate limit for the characters of a path in an error."""
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 Check = Callable[[Any], bool]
-"""Says whether a value is harmless: it asks for what would happen anyway."""
+"""True for a harmless value: one that asks for what would happen anyway."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 
 
 def parse_json(
@@ -34,7 +45,7 @@ def parse_json(
 ) -> dict[str, Any]:
     """Decode an object. Stricter than `json.loads`: no NaN, infinities or lone surrogates.
 
-    what: how a fault calls it. param: the field it is the text of.
+    what: the name of the text in errors. param: the field that holds it.
     """
     try:
         value = json.loads(
@@ -60,9 +71,9 @@ def parse_json(
 
 
 def _place_of_unfit_number(raw: bytes) -> str | None:
-    """Path of the first number that `parse_json` refuses, or None where another fault is to blame.
+    """Path of the first number that `parse_json` refuses, or None where another fault is the cause.
 
-    The path ends before a key that is no plain name. The walk keeps its own stack, because the
+    The path ends before a key that is not a plain name. The walk keeps its own stack, because the
     decoder accepts deeper values than a recursive Python function could visit.
     """
     unfit = object()
@@ -150,12 +161,223 @@ def check_depth(name: str, value: object, limit: int = 32) -> None:
     raise RequestError(f"{name} is nested more than {limit} levels deep", param=name)
 
 
+# -- declarations --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """A row of docs/api.md. The texts are Markdown, each of one line."""
+
+    group: Group
+    meaning: str
+    values: str | None
+    """None: those of the type."""
+    default: str | None
+    """None: the declared one."""
+    origin: str
+    """OpenAI, vLLM (whose clients send such fields in `extra_body`), another API, or termgen."""
+
+
+class Group(enum.Enum):
+    """Tables of docs/api.md. Calling one documents a field, in its annotation."""
+
+    PROMPT = "The prompt"
+    LENGTH = "Length and ends"
+    SAMPLING = "How tokens are drawn"
+    FORM = "Answers of a given form"
+    ANSWER = "What the answer tells"
+    ENGINE = "How the engine treats the request"
+
+    def __call__(
+        self,
+        meaning: str,
+        values: str | None = None,
+        default: str | None = None,
+        origin: str = "OpenAI",
+    ) -> msgspec.Meta:
+        return msgspec.Meta(extra={"doc": Doc(self, meaning, values, default, origin)})
+
+
+PROMPT, LENGTH, SAMPLING, FORM, ANSWER, ENGINE = Group
+
+
+def wanted(text: str) -> msgspec.Meta:
+    """Words of the error for a value of another type, where those of the type do not do."""
+    return msgspec.Meta(extra={"wanted": text})
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One field of a struct, as its annotation declares it."""
+
+    hint: Any
+    default: Any
+    """`msgspec.NODEFAULT` for a field that must be given."""
+    types: tuple[inspect.Type, ...]
+    """The types it may have, None aside."""
+    wanted: str | None
+    doc: Doc | None
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is msgspec.NODEFAULT
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None] | None:
+        """Limits of an integer."""
+        return next(((t.ge, t.le) for t in self.types if isinstance(t, inspect.IntType)), None)
+
+    @property
+    def struct(self) -> type[msgspec.Struct] | None:
+        """The declaration of a nested object."""
+        return next((t.cls for t in self.types if isinstance(t, inspect.StructType)), None)
+
+    def fault(self, name: str, value: object) -> RequestError:
+        if self.wanted is None and value is None:
+            return RequestError(f"{name} must be given", param=name)
+        if self.bounds is not None and is_int(value):
+            return wrong_type(name, "between {} and {}".format(*self.bounds), value)
+        return wrong_type(name, self.wanted or " or ".join(map(_words_for, self.types)), value)
+
+
+@functools.cache
+def declared(kind: type[msgspec.Struct]) -> Mapping[str, Declared]:
+    """The fields of a struct by name: its own in the order of their declaration, then inherited
+    ones."""
+    hints = get_type_hints(kind, include_extras=True)
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    found = {}
+    for f in info.fields:
+        extra: Mapping[str, Any] = getattr(f.type, "extra", None) or {}
+        type = f.type.type if isinstance(f.type, inspect.Metadata) else f.type
+        types = type.types if isinstance(type, inspect.UnionType) else (type,)
+        types = tuple(t for t in types if not isinstance(t, inspect.NoneType))
+        default = f.default if f.required or f.default is not msgspec.NODEFAULT else []
+        found[f.name] = Declared(
+            hints[f.name], default, types, extra.get("wanted"), extra.get("doc")
+        )
+    names = dict.fromkeys(name for base in kind.__mro__ for name in get_annotations(base))
+    return {name: found[name] for name in names if name in found}
+
+
+_WORDS: Mapping[type[inspect.Type], str] = {
+    inspect.BoolType: "true or false",
+    inspect.StrType: "a string",
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a finite number",
+    inspect.ListType: "a list",
+}
+
+
+def _words_for(type: inspect.Type) -> str:
+    """Words of the error for a value that is not of this type."""
+    items = type.item_type if isinstance(type, inspect.ListType) else None
+    if isinstance(items, inspect.IntType):
+        return "a list of integers"
+    if isinstance(items, inspect.StrType):
+        return "a list of strings"
+    return _WORDS.get(type.__class__, "an object")
+
+
+# -- reading -------------------------------------------------------------------------------
+
+
+def read(kind: type[T], data: Mapping[str, Any], where: str = "") -> T:
+    """The fields of an object that `kind` declares. where: prefix of names in errors
+    (`messages[2].`)."""
+    given = _given(kind, data, where)
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError:
+        raise _first_fault(kind, given, where) from None
+
+
+def _given(kind: type[msgspec.Struct], data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The object without its nulls, nested ones included."""
+    if len(data) > MAX_FIELDS:
+        what = where.rstrip(".")
+        raise RequestError(
+            f"{what or 'The request body'} has more than {MAX_FIELDS} fields", param=what or None
+        )
+    given = dict(data)
+    if None in data.values():
+        given = {name: value for name, value in data.items() if value is not None}
+    for name, struct in _nested(kind):
+        if isinstance(value := given.get(name), dict):
+            given[name] = _given(struct, value, f"{where}{name}.")
+    return given
+
+
+@functools.cache
+def _nested(kind: type[msgspec.Struct]) -> tuple[tuple[str, type[msgspec.Struct]], ...]:
+    found = ((name, field.struct) for name, field in declared(kind).items())
+    return tuple((name, struct) for name, struct in found if struct is not None)
+
+
+def _first_fault(kind: type[msgspec.Struct], given: Mapping[str, Any], where: str) -> RequestError:
+    """The error for the first field, in the order of the declaration, that does not fit."""
+    for name, field_ in declared(kind).items():
+        value = given.get(name)
+        if value is None:
+            if field_.is_required:
+                return field_.fault(where + name, None)
+            continue
+        try:
+            msgspec.convert(value, field_.hint)
+        except msgspec.ValidationError:
+            if field_.struct is not None and isinstance(value, dict):
+                return _first_fault(field_.struct, value, f"{where}{name}.")
+            return field_.fault(where + name, value)
+    raise AssertionError(f"{kind.__name__} is refused as a whole and field by field is not")
+
+
+def strings(value: str | list[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+# -- the model ---------------------------------------------------------------------------
+
+
+def served_names(info: ModelInfo, configured: Sequence[str]) -> tuple[str, ...]:
+    """The names that requests may use; the first one is in the answers to requests without a
+    name."""
+    return tuple(configured) or (info.model_id,)
+
+
+def resolve_model(value: object, names: Sequence[str]) -> str:
+    """The model's name for the answer. Requests may leave it out, since one model is loaded."""
+    if value is None:
+        return names[0]
+    if not isinstance(value, str):
+        raise wrong_type("model", "a string", value)
+    if value not in names:
+        raise model_not_found(value)
+    return value
+
+
+def parse_for_model(data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., R]) -> R:
+    """Parse a body whose answer names the model: `parse` gets the resolved name."""
+    return parse(data, model=resolve_model(data.get("model"), names))
+
+
+def parse_beside_model(
+    data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., R]
+) -> R:
+    """Parse a body whose answer does not name the model."""
+    resolve_model(data.get("model"), names)
+    return parse(data)
+
+
+# -- names that are not declared -----------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """A check of a field that another program has and that has another name here."""
+    """Check for a field of another program that has another name here."""
 
     word: str
-    """What is to be said instead."""
+    """The name to use here."""
     is_harmless: Check | None = None
     """None: a value that is false, 0 or empty asks for nothing."""
 
@@ -163,107 +385,52 @@ class Instead:
         return not value if self.is_harmless is None else self.is_harmless(value)
 
 
-class Fields:
-    """Typed access to one JSON object; `where` prefixes names in messages (`messages[2].`)."""
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The body of one endpoint: its declared fields, and the names that have no effect."""
 
-    __slots__ = ("_children", "_data", "_seen", "_where")
+    structs: tuple[type[msgspec.Struct], ...]
+    harmless: frozenset[str] = frozenset()
+    """Accepted and ignored."""
+    refused: Mapping[str, Check] = field(default_factory=dict)
+    """Refused, unless the check finds the value harmless."""
 
-    def __init__(self, data: Mapping[str, Any], where: str = "") -> None:
-        if len(data) > MAX_FIELDS:
-            what = where.rstrip(".") or "The request body"
-            raise RequestError(
-                f"{what} has more than {MAX_FIELDS} fields", param=where.rstrip(".") or None
-            )
-        self._data = data
-        self._seen: set[str] = set()
-        self._children: list[tuple[str, Fields]] = []
-        self._where = where
+    @property
+    def fields(self) -> dict[str, Declared]:
+        return {name: d for struct in self.structs for name, d in declared(struct).items()}
 
-    def take(self, name: str) -> Any:
-        """The raw value, None if absent or null; the field then counts as handled."""
-        self._seen.add(name)
-        return self._data.get(name)
-
-    def string(self, name: str) -> str | None:
-        value = self.take(name)
-        if value is not None and not isinstance(value, str):
-            raise wrong_type(self._where + name, "a string", value)
-        return value
-
-    def boolean(self, name: str, default: bool = False) -> bool:
-        value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise wrong_type(self._where + name, "true or false", value)
-        return value
-
-    def integer(self, name: str, *, low: int, high: int) -> int | None:
-        value = self.take(name)
-        if value is None:
-            return None
-        if not is_int(value):
-            raise wrong_type(self._where + name, "an integer", value)
-        if not low <= value <= high:
-            raise wrong_type(self._where + name, f"between {low} and {high}", value)
-        return int(value)
-
-    def number(self, name: str) -> float | int | None:
-        """A finite number; its range is for the caller to check."""
-        value = self.take(name)
-        if value is None:
-            return None
-        if not is_number(value):
-            raise wrong_type(self._where + name, "a finite number", value)
-        assert isinstance(value, (int, float))
-        return value
-
-    def object(self, name: str) -> Fields | None:
-        value = self.take(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise wrong_type(self._where + name, "an object", value)
-        child = Fields(value, f"{self._where}{name}.")
-        self._children.append((name, child))
-        return child
-
-    def token_ids(self, name: str) -> tuple[int, ...] | None:
-        value = self.take(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(is_int(token) for token in value):
-            raise wrong_type(self._where + name, "a list of integers", value)
-        return tuple(value)
-
-    def strings(self, name: str) -> tuple[str, ...]:
-        """A string or a list of them; () if absent."""
-        value = self.take(name)
-        if value is None or isinstance(value, str):
-            return () if value is None else (value,)
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise wrong_type(self._where + name, "a string or a list of strings", value)
-        return tuple(value)
-
-    def finish(self, *, harmless: frozenset[str], refused: Mapping[str, Check]) -> tuple[str, ...]:
-        """Refuse fields in `refused` unless their value changes nothing; return unknown names,
-        those inside objects too."""
-        unknown = []
-        for name, value in self._data.items():
-            if name in self._seen or name in harmless:
+    def unknown(self, data: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names in a body that are not declared, those in nested objects included. Raises
+        RequestError for a refused field."""
+        known, unknown = _names(self.structs), []
+        for name, value in data.items():
+            if name in known or name in self.harmless:
                 continue
-            if name not in refused:
+            check = self.refused.get(name)
+            if check is None:
                 unknown.append(name)
-            elif value is not None and not refused[name](value):
-                raise unsupported(name, instead_of(name, refused[name]))
-        for name, child in self._children:
-            names = child.finish(harmless=frozenset(), refused={})
-            unknown += [f"{name}.{inner}" for inner in names]
+            elif value is not None and not check(value):
+                raise unsupported(name, instead_of(name, check))
+        for struct in self.structs:
+            unknown += _unknown_inside(struct, data)
         return tuple(unknown)
 
 
+@functools.cache
+def _names(structs: tuple[type[msgspec.Struct], ...]) -> frozenset[str]:
+    return frozenset(name for struct in structs for name in declared(struct))
+
+
+def _unknown_inside(struct: type[msgspec.Struct], data: Mapping[str, Any]) -> Iterator[str]:
+    for name, inner in _nested(struct):
+        value = data.get(name)
+        if isinstance(value, dict):
+            yield from (f"{name}.{key}" for key in value if key not in declared(inner))
+            yield from (f"{name}.{found}" for found in _unknown_inside(inner, value))
+
+
 def instead_of(name: str, check: Check, names: Mapping[str, str] | None = None) -> str | None:
-    """What is said of a field that is called otherwise here. names: of the endpoint's own."""
+    """Error text for a field that has another name here. names: the endpoint's own names."""
     if not isinstance(check, Instead):
         return None
     word = (names or {}).get(check.word, check.word)
@@ -271,7 +438,7 @@ def instead_of(name: str, check: Check, names: Mapping[str, str] | None = None) 
 
 
 def ignored_header(names: tuple[str, ...]) -> str:
-    """Value of `x-termgen-ignored`: only what is safe in a header, and not too much of it."""
+    """Value of `x-termgen-ignored`: the names that are safe in a header, and not too many."""
     safe = [name for name in names if _HEADER_SAFE.fullmatch(name)][:MAX_IGNORED_NAMES]
     hidden = len(names) - len(safe)
     return ", ".join([*safe, f"+{hidden}"] if hidden else safe)

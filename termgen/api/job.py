@@ -1,4 +1,5 @@
-"""What both completion endpoints share: engine requests, wire options, counting."""
+"""Shared types of the two completion endpoints: engine requests, options of the answer, token
+counts."""
 
 from __future__ import annotations
 
@@ -7,14 +8,11 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from termgen.api.fields import Fields
+from termgen.api.sampling import MAX_PING_INTERVAL_S, MIN_PING_INTERVAL_S, GenerationFields
 from termgen.client import Prompt, RequestTimings, TokenDelta
 from termgen.errors import RequestError
-from termgen.vocabulary.request import MAX_PRIORITY, check_cache_salt
+from termgen.vocabulary.request import check_cache_salt
 from termgen.vocabulary.sampling_params import SamplingParams
-
-MIN_PING_INTERVAL_S = 1
-MAX_PING_INTERVAL_S = 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +27,23 @@ class Job:
     generates: bool = True
     """False: only the prompt is wanted back (`echo` with `max_tokens` 0)."""
 
+    def __post_init__(self) -> None:
+        if self.cache_salt is not None:
+            check_cache_salt(self.cache_salt)
+
     @property
     def max_tokens(self) -> int | None:
         return self.params.max_tokens if self.generates else 0
 
     @property
     def is_computed(self) -> bool:
-        """Whether the engine has to read the prompt."""
+        """True if the engine has to compute the prompt."""
         return self.generates or self.params.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """How the answer is to be put on the wire."""
+    """How to write the answer."""
 
     id: str
     model: str
@@ -54,60 +56,44 @@ class ResponseOptions:
     tokens_as_ids: bool
     """Name tokens `token_id:N` in logprobs instead of by text."""
     ping_interval_s: float | None = None
-    """Of silence in this stream before a ping, 0 for never; None: as the server has it."""
+    """Silence in this stream before a ping, 0 for no pings; None: the server's default."""
 
 
 def parse_options(
-    body: Fields, *, id_prefix: str, model: str, force_include_usage: bool
+    body: GenerationFields, *, id_prefix: str, model: str, force_include_usage: bool
 ) -> ResponseOptions:
-    stream = body.boolean("stream")
-    stream_options = body.object("stream_options")
-    include_usage = continuous_usage = False
-    if stream_options is not None:
-        if not stream:
-            raise RequestError("stream_options needs stream: true", param="stream_options")
-        include_usage = stream_options.boolean("include_usage")
-        continuous_usage = stream_options.boolean("continuous_usage_stats")
-        stream_options.boolean("include_obfuscation")  # padding against eavesdroppers: never sent
-    include_usage = stream and (include_usage or force_include_usage)
+    wants = body.stream_options
+    if wants is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options")
+    include_usage = body.stream and (
+        force_include_usage or (wants is not None and wants.include_usage)
+    )
     return ResponseOptions(
         id=f"{id_prefix}-{uuid.uuid4().hex}",
         model=model,
         created=int(time.time()),
-        stream=stream,
+        stream=body.stream,
         include_usage=include_usage,
-        continuous_usage=include_usage and continuous_usage,
-        include_timings=body.boolean("include_timings"),
-        return_token_ids=body.boolean("return_token_ids"),
-        tokens_as_ids=body.boolean("return_tokens_as_token_ids"),
-        ping_interval_s=_parse_ping_interval(body, stream=stream),
+        continuous_usage=include_usage and wants is not None and wants.continuous_usage_stats,
+        include_timings=body.include_timings,
+        return_token_ids=body.return_token_ids,
+        tokens_as_ids=body.return_tokens_as_token_ids,
+        ping_interval_s=_check_ping_interval(body),
     )
 
 
-def _parse_ping_interval(body: Fields, *, stream: bool) -> float | None:
-    name = "sse_ping_interval"
-    seconds = body.number(name)
+def _check_ping_interval(body: GenerationFields) -> float | None:
+    name, seconds = "sse_ping_interval", body.sse_ping_interval
     if seconds is None:
         return None
-    if not stream:
+    if not body.stream:
         raise RequestError(f"{name} needs stream: true", param=name)
     if seconds and not MIN_PING_INTERVAL_S <= seconds <= MAX_PING_INTERVAL_S:
         raise RequestError(
             f"{name} must be 0 or {MIN_PING_INTERVAL_S} to {MAX_PING_INTERVAL_S} seconds",
             param=name,
         )
-    return float(seconds)
-
-
-def parse_priority(body: Fields) -> int:
-    return body.integer("priority", low=-MAX_PRIORITY, high=MAX_PRIORITY) or 0
-
-
-def parse_cache_salt(body: Fields) -> str | None:
-    salt = body.string("cache_salt")
-    if salt is not None:
-        check_cache_salt(salt)
-    return salt
+    return seconds
 
 
 class Tally:
@@ -125,7 +111,7 @@ class Tally:
     def add(self, choice: int, delta: TokenDelta) -> None:
         prompt = choice // self._n
         self._prompt[prompt] = delta.num_prompt_tokens
-        # the completions of one prompt can hit the cache differently; the first one tells
+        # the completions of one prompt can hit the cache differently; the first one counts
         self._cached.setdefault(prompt, delta.num_cached_tokens)
         self._output[choice] = delta.num_output_tokens
         if delta.timings is not None:

@@ -16,7 +16,7 @@ LOWEST = -9999.0
 
 
 def json_logprob(logprob: float) -> float:
-    """As JSON can say it; that of a row that was lost to NaN is the lowest, too."""
+    """A value that JSON can hold: at least `LOWEST`, also for the NaN of a lost row."""
     return max(LOWEST, logprob)  # in this order: a NaN is not larger
 
 
@@ -76,7 +76,7 @@ class TextLogprobs:
     def build_echo(
         self, echo: str, prompt: Sequence[TokenLogprob], generated: Sequence[TokenLogprob]
     ) -> dict[str, Any]:
-        """Of an answer that begins with its prompt, `echo`.
+        """The logprobs of an answer that begins with its prompt, `echo`.
 
         Special tokens that the tokenizer put before the text are not in it: they share offset 0.
         """
@@ -108,7 +108,7 @@ class TextLogprobs:
         return top
 
     def _name(self, token_id: int, token: str, token_bytes: bytes) -> str:
-        """A token's text; pieces of characters, which all read U+FFFD, by their bytes."""
+        """A token's text; pieces of characters, which all read U+FFFD, are named by their bytes."""
         if self._tokens_as_ids:
             return f"token_id:{token_id}"
         if "\ufffd" not in token:

@@ -1,44 +1,19 @@
-"""/v1/models: what is served, and which names a request may use for it."""
+"""/v1/models, and /tokenize, /detokenize and /tokenizer_info in the shapes of vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from termgen.api.errors import model_not_found
-from termgen.api.fields import wrong_type
-from termgen.client import ModelInfo
+from msgspec import Meta, Struct
 
-T = TypeVar("T")
-
-
-def served_names(info: ModelInfo, configured: Sequence[str]) -> tuple[str, ...]:
-    """The first one is what responses say when a request named none."""
-    return tuple(configured) or (info.model_id,)
-
-
-def resolve_model(value: object, names: Sequence[str]) -> str:
-    """The name a response carries. Optional in requests: one model is loaded."""
-    if value is None:
-        return names[0]
-    if not isinstance(value, str):
-        raise wrong_type("model", "a string", value)
-    if value not in names:
-        raise model_not_found(value)
-    return value
-
-
-def parse_for_model(data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., T]) -> T:
-    """What `parse` makes of a body; it is told by which of its names the model was asked for."""
-    return parse(data, model=resolve_model(data.get("model"), names))
-
-
-def parse_beside_model(
-    data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., T]
-) -> T:
-    """The same for an answer that does not name the model."""
-    resolve_model(data.get("model"), names)
-    return parse(data)
+from termgen.api.chat_prompt import Conversation, parse_prompt
+from termgen.api.fields import Endpoint, is_empty, read, wanted
+from termgen.api.sampling import MAX_INT
+from termgen.client import ChatPrompt, ModelInfo, TokenizerInfo
+from termgen.errors import RequestError
+from termgen.vocabulary.tool_format import ToolFormat
 
 
 def model_object(info: ModelInfo, name: str) -> dict[str, Any]:
@@ -56,8 +31,8 @@ def model_object(info: ModelInfo, name: str) -> dict[str, Any]:
 
 
 def _capabilities(info: ModelInfo) -> dict[str, Any]:
-    """What goes by the model's files. A model whose template knows no tools is told of them in
-    words, and what it then calls is no more than a try unless calls are enforced."""
+    """What the model's files declare. `system_message` means that the template knows no tools: the
+    system message describes them, and only enforced calls are certain to be well formed."""
     shown = "template" if info.tool_format.knows_tools else "system_message"
     return {
         "chat": info.has_chat_template,
@@ -67,3 +42,114 @@ def _capabilities(info: ModelInfo) -> dict[str, Any]:
 
 def model_list(info: ModelInfo, names: Sequence[str]) -> dict[str, Any]:
     return {"object": "list", "data": [model_object(info, name) for name in names]}
+
+
+# -- the tokenizer -----------------------------------------------------------------------
+
+
+MAX_IDS = 1_000_000
+
+
+class TokenizeFields(Struct, frozen=True):
+    """The body of /tokenize, beside the `Conversation` where it has messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(Struct, frozen=True, kw_only=True):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[
+        list[int], Meta(max_length=MAX_IDS), wanted(f"a list of at most {MAX_IDS} token ids")
+    ]
+
+
+TOKENIZE_TEXT = Endpoint(
+    (TokenizeFields,), refused={"mm_processor_kwargs": is_empty, "chat_template": is_empty}
+)
+TOKENIZE_CHAT = Endpoint((TokenizeFields, Conversation), refused={"mm_processor_kwargs": is_empty})
+DETOKENIZE = Endpoint((DetokenizeFields,))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    prompt: str | ChatPrompt
+    add_special_tokens: bool
+    """Only for text; a chat template writes its own."""
+    wants_texts: bool
+    ignored: tuple[str, ...]
+    not_used: tuple[str, ...] = ()
+    """Fields that have no effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeRequest:
+    token_ids: tuple[int, ...]
+    ignored: tuple[str, ...]
+
+
+def parse_tokenize(
+    data: Mapping[str, Any], tool_format: ToolFormat, *, trusts_template: bool = False
+) -> TokenizeRequest:
+    body = read(TokenizeFields, data)
+    has_messages = data.get("messages") is not None
+    special = body.add_special_tokens
+    if body.prompt is None and not has_messages:
+        raise RequestError("send a prompt or messages", param="prompt")
+    if body.prompt is not None and has_messages:
+        raise RequestError("prompt and messages exclude each other", param="messages")
+    prompt: str | ChatPrompt
+    not_used: tuple[str, ...] = ()
+    if body.prompt is not None:
+        prompt = body.prompt
+    else:
+        prompt, _, not_used = parse_prompt(
+            read(Conversation, data),
+            tool_format,
+            strict_tools=False,
+            trusts_template=trusts_template,
+        )
+    if special and has_messages:
+        raise RequestError(
+            "add_special_tokens is for a prompt; messages get theirs from the chat template",
+            param="add_special_tokens",
+        )
+    return TokenizeRequest(
+        prompt=prompt,
+        add_special_tokens=special is not False,
+        wants_texts=body.return_token_strs,
+        ignored=(TOKENIZE_CHAT if has_messages else TOKENIZE_TEXT).unknown(data),
+        not_used=not_used,
+    )
+
+
+def parse_detokenize(data: Mapping[str, Any]) -> DetokenizeRequest:
+    ids = read(DetokenizeFields, data).tokens
+    if any(not 0 <= token_id <= MAX_INT for token_id in ids):
+        raise RequestError("tokens has an id outside the vocabulary", param="tokens")
+    return DetokenizeRequest(tuple(ids), DETOKENIZE.unknown(data))
+
+
+def tokenize_response(
+    model: ModelInfo, token_ids: Sequence[int], texts: Sequence[str] | None
+) -> dict[str, Any]:
+    return {
+        "count": len(token_ids),
+        "max_model_len": model.max_model_len,
+        "tokens": list(token_ids),
+        "token_strs": None if texts is None else list(texts),
+    }
+
+
+def tokenizer_object(model: ModelInfo, info: TokenizerInfo) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **info.named_tokens,
+        "model_max_length": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "chat_template": info.chat_template,
+    }

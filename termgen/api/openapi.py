@@ -1,33 +1,19 @@
-"""The OpenAPI description of the server, found out from the code that answers.
+"""The OpenAPI description of the server, made of the declarations that check its bodies.
 
-The fields of a body are those its parser asks for, their types and limits those it accepts: the
-parser is tried with values of every type. So the description cannot differ from what the server
-does. What a parser checks beyond that, such as two fields that exclude each other, is not told.
+Types and limits of fields are those of the structs. Rules between fields, such as two that exclude
+each other, are not described.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from termgen.api.anthropic import is_messages_path
-from termgen.errors import RequestError
+from msgspec import json
 
-Parser = Callable[[Mapping[str, Any]], object]
-
-SAMPLES: Mapping[str, tuple[Any, ...]] = {
-    "boolean": (True, False),
-    "integer": (1, 0, 2),
-    "number": (0.5, 1.5),
-    "string": ("x", "auto", "none"),
-    "array": ([], ["x"], [1], [{"role": "user", "content": "x"}]),
-    "object": ({}, {"type": "text"}),
-}
-MODES: tuple[Mapping[str, Any], ...] = ({}, {"stream": True}, {"logprobs": True})
-"""Some fields are taken only together with another one."""
-
-HIGHEST = 2**66
+from termgen.api.anthropic import MESSAGES_PATH
+from termgen.api.fields import Endpoint
 
 ERROR = {
     "type": "object",
@@ -62,29 +48,24 @@ ANTHROPIC_ERROR = {
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
-    """A JSON body and the parser that checks it."""
+class Operation:
+    """A method of a path."""
 
-    parse: Parser | None = None
-    """None: any object is described."""
-    example: Mapping[str, Any] = field(default_factory=dict)
-    """The smallest body that is accepted: what it holds is required."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
     path: str
     method: str
     summary: str
-    body: Body | None = None
+    body: Endpoint | None = None
+    """Declaration of the JSON body; one without structs stands for any object."""
+    hidden: frozenset[str] = frozenset()
+    """Fields of the body that this server refuses."""
 
 
-def describe(endpoints: Sequence[Endpoint], *, title: str, version: str) -> dict[str, Any]:
+def describe(operations: Sequence[Operation], *, title: str, version: str) -> dict[str, Any]:
     """The whole document, OpenAPI 3.1."""
     paths: dict[str, dict[str, Any]] = {}
-    for endpoint in endpoints:
-        path = endpoint.path.replace(":path}", "}")
-        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, path)
+    for operation in operations:
+        path = operation.path.replace(":path}", "}")
+        paths.setdefault(path, {})[operation.method.lower()] = _described(operation, path)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
@@ -93,114 +74,66 @@ def describe(endpoints: Sequence[Endpoint], *, title: str, version: str) -> dict
     }
 
 
-def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
-    name = "AnthropicError" if is_messages_path(endpoint.path) else "Error"
+def _described(operation: Operation, path: str) -> dict[str, Any]:
+    name = "AnthropicError" if MESSAGES_PATH.fullmatch(operation.path) else "Error"
     error = {
         "description": "what is wrong, or who is in the way",
         "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
     }
-    operation: dict[str, Any] = {
-        "summary": endpoint.summary,
+    described: dict[str, Any] = {
+        "summary": operation.summary,
         "responses": {"200": {"description": "the answer"}, "4XX": error, "5XX": error},
     }
-    if endpoint.path in ("/health", "/ready"):
+    if operation.path in ("/health", "/ready"):
         status = {"description": "why it is not", "content": {"application/json": {}}}
-        operation["responses"]["503"] = status
+        described["responses"]["503"] = status
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     if names:
-        operation["parameters"] = [
+        described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
-    if endpoint.body is not None:
-        schema = body_schema(endpoint.body)
+    if operation.body is not None:
+        schema = body_schema(operation.body, operation.hidden)
         content = {"application/json": {"schema": schema}}
-        operation["requestBody"] = {"required": True, "content": content}
-    return operation
+        described["requestBody"] = {"required": True, "content": content}
+    return described
 
 
-def body_schema(body: Body) -> dict[str, Any]:
-    if body.parse is None:
-        return {"type": "object"}
-    names = _Asked(body.example)
-    body.parse(names)
-    properties = {
-        name: _field_schema(body, name) for name in sorted(names.asked | set(body.example))
-    }
-    return {
-        "type": "object",
-        "required": sorted(body.example),
-        "properties": {name: schema for name, schema in properties.items() if schema is not None},
-    }
+def body_schema(body: Endpoint, hidden: frozenset[str] = frozenset()) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    if not body.structs:
+        return schema
+    roots, components = json.schema_components(body.structs, ref_template="{name}")
+    properties: dict[str, Any] = {}
+    required: set[str] = set()
+    for root in roots:
+        struct = _flat(root, components)
+        properties |= struct["properties"]
+        required |= set(struct["required"])
+    for name in hidden & properties.keys():
+        del properties[name]
+    for name, field in properties.items():
+        if name not in required and "type" in field:
+            types = field["type"] if isinstance(field["type"], list) else [field["type"]]
+            field["type"] = [*types, *([] if "null" in types else ["null"])]
+    return {**schema, "required": sorted(required), "properties": dict(sorted(properties.items()))}
 
 
-class _Asked(Mapping[str, Any]):
-    """A body that remembers which fields were asked for."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-        self.asked: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.asked.add(name)
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-def _field_schema(body: Body, name: str) -> dict[str, Any] | None:
-    """None for a field that is asked for and never accepted."""
-    types = [
-        kind
-        for kind, samples in SAMPLES.items()
-        if any(_is_accepted(body, name, value) for value in samples)
-    ]
-    if "number" in types and "integer" in types:
-        types.remove("integer")
-    if not types:
-        return None
-    if name not in body.example:
-        types.append("null")
-    schema: dict[str, Any] = {"type": types if len(types) > 1 else types[0]}
-    if "integer" in types:
-        low, high = _limits(body, name)
-        schema |= {} if low is None else {"minimum": low}
-        schema |= {} if high is None else {"maximum": high}
-    return schema
-
-
-def _is_accepted(body: Body, name: str, value: Any) -> bool:
-    assert body.parse is not None
-    for mode in MODES:
-        try:
-            body.parse({**body.example, **mode, name: value})
-        except RequestError as error:
-            if not (error.param or "").startswith(name):
-                continue  # the mode is at fault
-        else:
-            return True
-    return False
-
-
-def _limits(body: Body, name: str) -> tuple[int | None, int | None]:
-    """The least and the greatest integer that is accepted, where there is one."""
-    begin = next((v for v in SAMPLES["integer"] if _is_accepted(body, name, v)), None)
-    if begin is None:
-        return None, None
-    return _limit(body, name, begin, -HIGHEST), _limit(body, name, begin, HIGHEST)
-
-
-def _limit(body: Body, name: str, good: int, bad: int) -> int | None:
-    if _is_accepted(body, name, bad):
-        return None
-    while abs(good - bad) > 1:
-        middle = (good + bad) // 2
-        if _is_accepted(body, name, middle):
-            good = middle
-        else:
-            bad = middle
-    return good
+def _flat(schema: dict[str, Any], components: dict[str, Any]) -> dict[str, Any]:
+    """A schema without references, defaults and alternatives that differ by their type only."""
+    if "$ref" in schema:
+        return _flat(components[schema["$ref"]], components)
+    flat = {key: value for key, value in schema.items() if key not in ("default", "title")}
+    if "properties" in flat:
+        flat["properties"] = {k: _flat(v, components) for k, v in flat["properties"].items()}
+    if "anyOf" not in flat:
+        return flat
+    types: list[str] = []
+    for choice in flat.pop("anyOf"):
+        choice = _flat(choice, components)
+        if choice.pop("enum", None) is not None:  # words, which would exclude the other types
+            choice["type"] = "string"
+        types.append(choice.pop("type"))
+        flat |= choice
+    return {"type": types, **flat}

@@ -22,8 +22,7 @@ from termgen.api.chat_bridge import (
     whole_answer,
 )
 from termgen.api.errors import reply_for
-from termgen.api.responses_input import ResponsesRequest
-from termgen.api.responses_tools import ToolName, custom_input
+from termgen.api.responses_input import ResponsesRequest, ToolName, custom_input
 from termgen.client import TokenDelta
 
 Piece = ThoughtNews | TextNews | CallNews
@@ -31,16 +30,16 @@ Piece = ThoughtNews | TextNews | CallNews
 
 
 class _Items:
-    """The output items of one response, as its news come."""
+    """The output items of one response, built from its news."""
 
     def __init__(self, tool_names: Mapping[str, ToolName]) -> None:
         self._tool_names = tool_names
         self.done: list[dict[str, Any]] = []
         self.open: dict[str, Any] | None = None
-        """Without its text or arguments, which are in `pieces`."""
+        """The open item without its text or arguments, which are in `pieces`."""
         self.pieces: list[str] = []
         self.kind: int | str = ""
-        """Of the open item: the number of a call, `message` or `reasoning`."""
+        """Kind of the open item: the number of a call, `message` or `reasoning`."""
         self.end = EndNews("stop", None)
 
     @property
@@ -53,7 +52,7 @@ class _Items:
         return self.open is not None and self.open["type"] == "custom_tool_call"
 
     def begins(self, news: Piece) -> bool:
-        """Whether this is news of another item than the open one."""
+        """True for news of another item than the open one."""
         return self.open is None or _kind_of(news) != self.kind
 
     def begin(self, news: Piece) -> dict[str, Any]:
@@ -92,7 +91,7 @@ class _Items:
         self.pieces.append(news.arguments if isinstance(news, CallNews) else news.text)
 
     def part(self, text: str) -> dict[str, Any]:
-        """The one part of the open item that is no call."""
+        """The one part of an open item that is not a call."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -111,7 +110,7 @@ class _Items:
 
     @property
     def status(self) -> str:
-        """The response's, and that of what was being written when it ended."""
+        """Status of the response, and of the item that was open when it ended."""
         return "incomplete" if self.end.finish_reason == "length" else "completed"
 
 
@@ -122,7 +121,7 @@ def _kind_of(news: Piece) -> int | str:
 
 
 def _object(request: ResponsesRequest, status: str, **fields: Any) -> dict[str, Any]:
-    """A response. fields: what is known by now."""
+    """The response object. fields: those that are known by now."""
     options = request.chat.options
     return {
         "id": options.id,
@@ -155,7 +154,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def response_object(request: ResponsesRequest, answers: list[TokenDelta]) -> dict[str, Any]:
-    """The whole response."""
     news, usage = whole_answer(request.chat, answers)
     items = _Items(request.tool_names)
     for item in news:
@@ -176,11 +174,8 @@ def response_object(request: ResponsesRequest, answers: list[TokenDelta]) -> dic
 
 
 class ResponseStream:
-    """A chat's deltas to the events of a response, each with its sequence number.
-
-    created, in_progress; for each item added, its deltas, done; then completed, incomplete or
-    failed.
-    """
+    """Turns a chat's deltas into the events of a response, each with its sequence number: created,
+    in_progress; for each item added, its deltas, done; then completed, incomplete or failed."""
 
     def __init__(self, request: ResponsesRequest) -> None:
         self._request = request
@@ -197,7 +192,8 @@ class ResponseStream:
         return events
 
     def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """What `feed` would say, encoded, for a delta in the middle that is only text."""
+        """The encoded form of what `feed` would return, for a delta in the middle that is only
+        text."""
         text = self._news.plain_text(delta) if self._items.open is not None else None
         if not text:
             return None if text is None else b""
@@ -223,7 +219,7 @@ class ResponseStream:
         return [*events, self._event(f"response.{items.status}", response=response)]
 
     def failure(self, error: BaseException) -> list[dict[str, Any]]:
-        """How a stream that has begun ends with an error."""
+        """The events that end a stream with an error."""
         told = reply_for(error).body["error"]
         fault = {"code": told["code"] or "server_error", "message": told["message"]}
         response = _object(self._request, "failed", output=self._items.done, error=fault)
@@ -259,7 +255,7 @@ class ResponseStream:
                 events.append(self._event("response.content_part.added", **part))
         items.add(news)
         if isinstance(news, CallNews):
-            if news.arguments and not items.is_custom:  # those of a custom tool are told whole
+            if news.arguments and not items.is_custom:  # a custom tool gets its input whole
                 kind = "response.function_call_arguments.delta"
                 events.append(self._event(kind, **self._place(), delta=news.arguments))
         elif isinstance(news, ThoughtNews):
@@ -271,7 +267,7 @@ class ResponseStream:
         return events
 
     def _place(self) -> dict[str, Any]:
-        """Where the open item is, and its one part, if it is a message."""
+        """Position of the open item, and of its one part, if it is a message."""
         items = self._items
         assert items.open is not None
         place = {"item_id": items.open["id"], "output_index": len(items.done)}

@@ -1,7 +1,7 @@
 """Server-sent event frames as OpenAI's clients parse them: `data: ` + one JSON line + blank line.
 
-Exactly one space, never an `event:` line: real clients break on anything else. The endpoints whose
-clients want events by name have a `Wire` of their own.
+Exactly one space, never an `event:` line: real clients break on anything else. Endpoints whose
+clients want named events have a `Wire` of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ HEADERS = {
 
 
 def dumps(value: Any) -> bytes:
-    """Compact JSON on one line. NaN and infinities are our bug, hence ValueError."""
+    """Compact JSON on one line. Raises ValueError for NaN and infinities, which would be our
+    bug."""
     return _ENCODER.encode(value).encode()
 
 
@@ -42,7 +43,7 @@ def named_frame(value: dict[str, Any]) -> bytes:
 
 
 class TextTemplate:
-    """Frames that differ in one text only: the rest is encoded once."""
+    """Frames that differ only in one text: the rest is encoded once."""
 
     __slots__ = ("_after", "_before")
 
@@ -73,20 +74,20 @@ class NumberedTextTemplate:
 
 
 def error_frames(exc: BaseException) -> bytes:
-    """How a stream that has already begun reports a failure. Nothing may follow."""
+    """The frames that report a failure in a stream that has begun, and end it."""
     return frame(reply_for(exc).body) + DONE
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How one endpoint's events are put into frames."""
+    """The frames of one endpoint's events."""
 
     frame: Callable[[dict[str, Any]], bytes] = frame
     done: bytes = DONE
-    """What follows the last event."""
+    """The bytes after the last event."""
     ping: bytes = PING
     error_frames: Callable[[BaseException], bytes] = error_frames
-    """How a stream that has begun reports a failure, with what follows the last event."""
+    """The frames that report a failure in a stream that has begun, and end it."""
 
 
 CHAT_WIRE = Wire()

@@ -3,22 +3,194 @@
 One parser per choice: `feed` it text, `finish` it at the end. Streamed and whole answers go through
 the same parser, and how the text is cut changes nothing but how the parts are cut. What looks like
 a call and is none stays content.
+
+`CallReader` reads one call, a JSON object with a name and arguments, character by character.
+Arguments go out verbatim and piece by piece, so that what is streamed adds up to what a whole
+answer has.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from termgen.api.call_reader import SPACE, CallReader
 from termgen.api.tool_grammar import MARKERS
 from termgen.api.tools import Tools
-from termgen.client import TokenDelta
-from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.tool_format import ResponseParser, ToolStyle
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+SPACE = " \t\r\n"
+
+
+class _At(enum.Enum):
+    START = enum.auto()
+    KEY = enum.auto()
+    COLON = enum.auto()
+    VALUE = enum.auto()
+    IN_VALUE = enum.auto()
+    BEHIND_VALUE = enum.auto()
+    END = enum.auto()
+    BROKEN = enum.auto()
+
+
+class CallReader:
+    """Reads a call piece by piece: `feed` it text until `is_ended`, and take what is known of
+    it."""
+
+    def __init__(self, *, name: str | None = None, names: Container[str] | None = None) -> None:
+        """name: known already, so the text is only the arguments. names: no other name is
+        accepted."""
+        self.name = name
+        self._names = names
+        self._only_arguments = name is not None
+        self._at = _At.START if name is None else _At.VALUE
+        self._key = ARGUMENT_KEYS[0]
+        self._raw: list[str] = []
+        """Characters of the key or value that is being read."""
+        self._is_arguments = False
+        """True while the value that is being read is the arguments."""
+        self._streams = False
+        """True while arguments are passed on as they come."""
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._out: list[str] = []
+        self._has_arguments = False
+
+    @property
+    def is_ended(self) -> bool:
+        return self._at in (_At.END, _At.BROKEN)
+
+    @property
+    def is_call(self) -> bool:
+        """True once the name is known: whatever follows, this is a call."""
+        return self.name is not None
+
+    def feed(self, text: str) -> int:
+        """Read text; returns how many characters of it belong to the call."""
+        for position, char in enumerate(text):
+            if self.is_ended:
+                return position
+            if not self._read(char):  # the end of a number or a word is seen one too late
+                self._read(char)
+        return len(text)
+
+    def take_arguments(self) -> str:
+        """Arguments that arrived since the last call; held back until the name is known."""
+        if self.name is None:
+            return ""
+        text, self._out = "".join(self._out), []
+        return text
+
+    def finish(self) -> str:
+        """The rest of the arguments of a call that has ended, `{}` if it had none."""
+        rest = self.take_arguments()
+        return rest if rest or self._has_arguments else "{}"
+
+    def _read(self, char: str) -> bool:
+        """False if the character was not used up."""
+        at = self._at
+        if at is _At.IN_VALUE:
+            return self._read_value(char)
+        if char in SPACE:
+            if at is _At.KEY and self._raw:
+                self._raw.append(char)
+        elif at is _At.START:
+            self._at = _At.KEY if char == "{" else _At.BROKEN
+        elif at is _At.KEY:
+            self._read_key(char)
+        elif at is _At.COLON:
+            self._at = _At.VALUE if char == ":" else _At.BROKEN
+        elif at is _At.VALUE:
+            self._begin_value()
+            return self._read_value(char)
+        elif at is _At.BEHIND_VALUE:
+            self._at = {",": _At.KEY, "}": _At.END}.get(char, _At.BROKEN)
+        return True
+
+    def _read_key(self, char: str) -> None:
+        if not self._raw:
+            if char == "}":
+                self._at = _At.END
+                return
+            if char != '"':
+                self._at = _At.BROKEN
+                return
+        self._raw.append(char)
+        if len(self._raw) > 1 and self._closes_string(char):
+            key = _loads("".join(self._raw))
+            self._at = _At.COLON if isinstance(key, str) else _At.BROKEN
+            self._key, self._raw = str(key), []
+
+    def _begin_value(self) -> None:
+        self._at = _At.IN_VALUE
+        self._raw, self._depth, self._in_string = [], 0, False
+
+    def _read_value(self, char: str) -> bool:
+        is_first = not self._raw
+        if is_first:
+            self._is_arguments = self._key in ARGUMENT_KEYS and not self._has_arguments
+            self._has_arguments |= self._is_arguments
+            self._streams = self._is_arguments and char in "{["
+        if self._in_string:
+            if self._closes_string(char):
+                self._in_string = False
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}],":
+            if self._depth == 0:  # of the object around a number or a word
+                self._end_value()
+                return False
+            self._depth -= char != ","
+        elif char in SPACE and self._depth == 0:
+            self._end_value()
+            return True
+        self._raw.append(char)
+        if self._streams:
+            self._out.append(char)
+        if self._depth == 0 and not self._in_string and char in '"}]':
+            self._end_value()
+        return True
+
+    def _closes_string(self, char: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        else:
+            return char == '"'
+        return False
+
+    def _end_value(self) -> None:
+        text, self._raw = "".join(self._raw), []
+        self._at = _At.END if self._only_arguments else _At.BEHIND_VALUE
+        if self._key == "name" and self.name is None:
+            name = _loads(text)
+            if isinstance(name, str) and (self._names is None or name in self._names):
+                self.name = name
+            else:
+                self._at = _At.BROKEN
+        elif self._is_arguments and not self._streams:
+            value = _loads(text)  # some models write the object as a string
+            self._out.append(value if isinstance(value, str) else "{}")
+
+
+def _loads(text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except ValueError:
+        return None
+    return value
+
+
+# -- the text of an answer ---------------------------------------------------------------
+
 
 END_OF_CALL = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -32,7 +204,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Only where the model declares how its responses are parsed."""
+    """Text of the model's thoughts, where the model declares how its responses are parsed."""
 
     text: str
 
@@ -47,7 +219,7 @@ class CallStart:
 class CallArguments:
     index: int
     text: str
-    """Of a JSON object, this piece."""
+    """A piece of a JSON object."""
 
 
 Part = Content | Reasoning | CallStart | CallArguments
@@ -58,7 +230,7 @@ class CallParser(Protocol):
 
     @property
     def is_cut(self) -> bool:
-        """What came so far ends within the arguments of a call."""
+        """True where the text so far ends within the arguments of a call."""
         ...
 
     def feed(self, text: str) -> list[Part]: ...
@@ -67,7 +239,8 @@ class CallParser(Protocol):
 
 
 def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
-    """For the text of one choice. prompt_ids: of a prompt that may have begun the answer."""
+    """The parser for the text of one choice. prompt_ids: a prompt that may have begun the
+    answer."""
     names = frozenset(function.name for function in tools.functions)
     if tools.format.new_parser is not None and not tools.is_formed:
         return DeclaredParser(tools.format.new_parser(prompt_ids), reads_calls=tools.may_call)
@@ -75,7 +248,7 @@ def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
 
 
 class StyleParser:
-    """Knows the styles of `ToolStyle`."""
+    """Reads calls in the styles of `ToolStyle`."""
 
     def __init__(self, style: ToolStyle, names: frozenset[str]) -> None:
         self.num_calls = 0
@@ -88,7 +261,7 @@ class StyleParser:
         self._held = ""
         """White space that is dropped if a call follows."""
         self._raw = ""
-        """What has been read of a call whose name is not known."""
+        """Text of a call whose name is not known yet."""
         self._reader = CallReader()
         self._is_told = False
         self._is_list = style is ToolStyle.LLAMA
@@ -120,7 +293,7 @@ class StyleParser:
     # -- modes: each returns whether it got further ------------------------------------------
 
     def _text(self) -> bool:
-        """Content, until a marker."""
+        """Read content, until a marker."""
         before, marker, behind = self._rest.partition(self._marker)
         if marker:
             self._say(before)
@@ -134,7 +307,7 @@ class StyleParser:
         return False
 
     def _first(self) -> bool:
-        """The first word of an answer that is a call as a whole, or none."""
+        """Read the first word of an answer, which is a call as a whole or has none."""
         text = self._rest.lstrip(SPACE)
         if not self._is_last and len(text) < len(PYTHON_TAG) and PYTHON_TAG.startswith(text):
             return False
@@ -165,7 +338,7 @@ class StyleParser:
         return True
 
     def _begin_named(self, text: str) -> bool:
-        """`name[ARGS]{...}`, perhaps with an id between."""
+        """Read `name[ARGS]{...}`, perhaps with an id between."""
         head, brace, arguments = text.partition("{")
         if not brace:
             return False
@@ -226,7 +399,7 @@ class StyleParser:
         return True
 
     def _skip_to_end(self) -> bool:
-        """Nothing between a call and its end tag means anything."""
+        """Skip the text between a call and its end tag, which has no meaning."""
         _, tag, behind = self._rest.partition(END_OF_CALL)
         if tag:
             self._rest = behind
@@ -237,7 +410,7 @@ class StyleParser:
         return False
 
     def _say(self, text: str) -> None:
-        """Content. White space at its end waits for more, that between calls is dropped."""
+        """Emit content. White space at its end waits for more; that between calls is dropped."""
         body = text.rstrip(SPACE)
         if body:
             self._say_at_once(self._held + body)
@@ -251,23 +424,23 @@ class StyleParser:
 
 
 class DeclaredParser:
-    """What the model's files declare, read by the parser of transformers.
+    """Reads what the model's files declare, with the parser of transformers.
 
-    It gives a call when the call is complete, so arguments come in one piece.
+    It returns a call when the call is complete, so arguments come in one piece.
     """
 
     is_cut = False
 
     def __init__(self, parser: ResponseParser, *, reads_calls: bool) -> None:
-        """reads_calls: False where nobody asked for any; what is one all the same is content."""
+        """reads_calls: False where the request has no tools; a call in the text is then content."""
         self.num_calls = 0
         self._parser = parser
         self._reads_calls = reads_calls
         self._unread = ""
-        """The text before all that the files declare."""
+        """Text before the first part that the files declare."""
         self._has_read = False
         self._is_broken = False
-        """The parser could make nothing of a call: the rest is content."""
+        """True once the parser could not read a call: the rest is content."""
 
     def feed(self, text: str) -> list[Part]:
         if not self._has_read:
@@ -316,13 +489,13 @@ class DeclaredParser:
 
 
 def _overlap(text: str, word: str) -> int:
-    """Characters at the end of a text that may be the beginning of a word."""
+    """Number of characters at the end of a text that may be the beginning of a word."""
     most = min(len(text), len(word) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(word[:n])), 0)
 
 
 def _merged(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours of one kind as one."""
+    """The parts with neighbours of one kind joined."""
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None
@@ -338,7 +511,7 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
 
 
 def message_fields(parser: CallParser, text: str) -> dict[str, Any]:
-    """The fields that a whole text gives an assistant's message."""
+    """The fields of an assistant's message with this text."""
     texts = {"content": "", "reasoning_content": ""}
     calls: list[dict[str, Any]] = []
     for part in [*parser.feed(text), *parser.finish()]:
@@ -367,7 +540,7 @@ def new_call(name: str) -> dict[str, Any]:
 
 
 def delta_of(part: Part) -> dict[str, Any]:
-    """What a chunk of a stream says of a part."""
+    """The `delta` object of a part."""
     match part:
         case Content(text):
             return {"content": text}
@@ -377,23 +550,3 @@ def delta_of(part: Part) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, **new_call(name)}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def deltas_of(parser: CallParser | None, delta: TokenDelta) -> list[dict[str, Any]]:
-    """What chunks say of the text of a delta; without a parser all of it is content."""
-    if parser is None:
-        return [{"content": delta.text}] if delta.text else []
-    parts = parser.feed(delta.text)
-    if delta.finish_reason is not None:
-        parts += parser.finish()
-    return [delta_of(part) for part in parts]
-
-
-def finish_reason_of(delta: TokenDelta, parser: CallParser | None, tools: Tools) -> str:
-    """A call that was asked for by name is no news, as OpenAI and vLLM see it.
-
-    Nor is one that a stop string cut off: nobody can make it.
-    """
-    if parser is None or not parser.num_calls or parser.is_cut or tools.choice == "named":
-        return str(delta.finish_reason)
-    return "tool_calls" if delta.finish_reason is FinishReason.STOP else str(delta.finish_reason)

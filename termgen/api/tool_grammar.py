@@ -21,7 +21,7 @@ MARKERS = {
     ToolStyle.MISTRAL: "[TOOL_CALLS]",
     ToolStyle.MISTRAL_ARGS: "[TOOL_CALLS]",
 }
-"""What a call, or the list of them, begins with."""
+"""Beginning of a call, or of the list of calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Function:
     """The JSON schema of its arguments."""
     strict: bool
     lenient: bool = False
-    """What of the schema cannot be enforced is passed over, not refused."""
+    """True: parts of the schema that cannot be enforced are passed over, not refused."""
 
 
 def forced_calls(functions: Sequence[Function], tool_format: ToolFormat, *, parallel: bool) -> str:
-    """One call, or with `parallel` one or more, and nothing else."""
+    """A grammar of one call, or with `parallel` one or more, and nothing else."""
     return _grammar(f"start: {_calls(tool_format, parallel)}", functions, tool_format, all_=True)
 
 
@@ -48,13 +48,14 @@ def calls_or_json(
     *,
     parallel: bool,
 ) -> str:
-    """Such calls, or JSON that satisfies a schema."""
+    """A grammar of such calls, or of JSON that satisfies a schema."""
     start = f"start: {_calls(tool_format, parallel)} | answer\nanswer: {_json(schema)}"
     return _grammar(start, functions, tool_format, all_=False)
 
 
 def free_calls(functions: Sequence[Function], tool_format: ToolFormat, *, parallel: bool) -> str:
-    """Any text, in which calls are well formed and strict functions get what they ask for."""
+    """A grammar of any text in which calls are well formed and strict functions get valid
+    arguments."""
     style, marker = tool_format.style, MARKERS[tool_format.style]
     if style is ToolStyle.LLAMA:
         start = "start: any_call | other\nother: /[^{](.|\\n)*/"
@@ -87,7 +88,7 @@ def _calls(tool_format: ToolFormat, parallel: bool) -> str:
 def _grammar(
     start: str, functions: Sequence[Function], tool_format: ToolFormat, *, all_: bool
 ) -> str:
-    """all_: functions that are not strict get what they ask for, too."""
+    """all_: functions that are not strict get valid arguments too."""
     names = [f"call_{i}" for i in range(len(functions))]
     lines = [start, f"any_call: {' | '.join(names)}"]
     for name, function in zip(names, functions, strict=True):
@@ -101,7 +102,7 @@ def _grammar(
 
 
 def _around(name: str, style: ToolStyle) -> tuple[str, str]:
-    """What a call has before and after its arguments, without the marker."""
+    """The text of a call before and after its arguments, without the marker."""
     if style is ToolStyle.MISTRAL_ARGS:
         return f"{name}[ARGS]", ""
     key = "parameters" if style is ToolStyle.LLAMA else "arguments"

@@ -1,8 +1,8 @@
-"""`tools` and `tool_choice` of a chat: what the template shows, and what the text must be.
+"""`tools` and `tool_choice` of a chat: what the template shows, and the form of the answer.
 
 Calls that must come (`required`, or one function by name) are enforced by a grammar in the model's
-own style. Where calls may come the text is free, unless a function is `strict` or only one call is
-wanted: then it is free up to a call, and the call is not.
+own style. Where calls may come, a grammar is needed only for a `strict` function or a limit of one
+call; it leaves the text free up to a call.
 """
 
 from __future__ import annotations
@@ -13,16 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 from termgen.api.errors import unsupported
-from termgen.api.fields import Fields, check_depth, wrong_type
-from termgen.api.parts import arguments_of
-from termgen.api.tool_grammar import (
-    ANY_OBJECT,
-    Function,
-    calls_or_json,
-    forced_calls,
-    free_calls,
-)
+from termgen.api.fields import check_depth, read, wrong_type
+from termgen.api.tool_grammar import ANY_OBJECT, Function, calls_or_json, forced_calls, free_calls
 from termgen.errors import RequestError
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
@@ -42,42 +37,52 @@ HOSTED = re.compile(
 
 
 def left_out(kind: Any) -> bool:
-    """Whether a tool of this type is one that nobody but the maker of its API can offer."""
+    """True for a type of tool that only OpenAI or Anthropic can run."""
     return isinstance(kind, str) and HOSTED.fullmatch(kind.replace("-", "_")) is not None
 
 
 def refuse_choice(kinds: Sequence[str], param: str = "tool_choice") -> RequestError:
-    """A choice that only tools could meet which have been left out."""
+    """Refusal of a choice that asks for tools which have been left out."""
     names = ", ".join(dict.fromkeys(kinds))[:200]
     return unsupported(param, f"{param} asks for a tool that is not offered here: {names}")
 
 
+class _FunctionFields(Struct, frozen=True):
+    """A function among the tools."""
+
+    name: str = ""
+    description: str = ""
+    strict: bool | None = None
+    parameters: dict[str, Any] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one chat, and how the model's text is taken apart."""
+    """The tools of one chat, and how the model's text is parsed."""
 
     functions: tuple[Function, ...] = ()
     shown: tuple[dict[str, Any], ...] = ()
-    """As templates get them."""
+    """The tools as templates get them."""
     choice: str = "none"
     """none, auto, required or named."""
     parallel: bool = True
     """More than one call may come."""
     format: ToolFormat = field(default_factory=ToolFormat)
     is_formed: bool = False
-    """A grammar holds the text to calls in the style of `format`, or to JSON: what the model's
-    files declare is not what comes."""
+    """True: a grammar limits the text to calls in the style of `format`, or to JSON, so the parser
+    that the model's files declare does not apply."""
     left_out: tuple[str, ...] = ()
-    """Tools that the model is not shown, as the header names them."""
+    """Names for the header of the tools that the model is not shown."""
 
     @property
     def needs_parser(self) -> bool:
-        """Whether the model's text is more than content: what its files declare, or calls."""
+        """True where the text has more than content: calls, or parts that the model's files
+        declare."""
         return self.may_call or self.format.new_parser is not None
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether how the prompt ended decides what the model's text is."""
+        """True where the end of the prompt decides how the text begins."""
         return self.format.new_parser is not None and not self.is_formed
 
     @property
@@ -90,23 +95,20 @@ class Tools:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the parts of the text are told apart by words that text usually leaves out."""
+        """True where special tokens, which are usually left out, separate the parts of the text."""
         return self.needs_prompt or (self.may_call and bool(self.format.special_tokens))
 
 
-def parse_tools(body: Fields, tool_format: ToolFormat, *, strict: bool = False) -> Tools:
-    """Check the fields. Of a function that is named, only that one is shown to the model.
+def parse_tools(
+    given: list[Any], choice: Any, tool_format: ToolFormat, *, parallel: bool, strict: bool
+) -> Tools:
+    """Check `tools` and `tool_choice`. Where a function is named, the model is shown only that one.
 
-    strict: of functions that do not say. Their schemas are enforced as far as they can be.
+    strict: for functions that do not say. Their schemas are enforced as far as they can be.
     """
-    parallel = body.boolean("parallel_tool_calls", True)
-    listed = body.take("tools")
-    choice = body.take("tool_choice")
-    if listed is not None and not isinstance(listed, list):
-        raise wrong_type("tools", "a list", listed)
-    kinds = [tool["type"] for tool in listed or () if _is_left_out(tool)]
+    kinds = [tool["type"] for tool in given if _is_left_out(tool)]
     missing = tuple(f"tools.{kind}" for kind in dict.fromkeys(kinds))
-    listed = [pair for pair in enumerate(listed or ()) if not _is_left_out(pair[1])]
+    listed = [pair for pair in enumerate(given) if not _is_left_out(pair[1])]
     if isinstance(choice, dict) and left_out(choice.get("type")):
         raise refuse_choice([choice["type"]])
     if not listed:
@@ -151,21 +153,18 @@ def _function(tool: Any, where: str, strict: bool) -> tuple[Function, dict[str, 
     if not isinstance(given, dict):
         raise wrong_type(where, "an object", given)
     check_depth(where, given, limit=64)
-    fields = Fields(given, f"{where}.")
-    name = fields.string("name")
+    fields = read(_FunctionFields, given, f"{where}.")
+    name = fields.name
     if not name or len(name) > MAX_NAME_CHARS or not _NAME_CHARS.issuperset(name):
         raise RequestError(
             f"{where}.name must have 1 to {MAX_NAME_CHARS} letters, digits, _, - or .",
             param=f"{where}.name",
         )
-    fields.string("description")
-    is_rule = fields.take("strict") is None
-    strict = fields.boolean("strict", strict)
-    parameters = fields.take("parameters")
+    is_rule = fields.strict is None
+    strict = strict if fields.strict is None else fields.strict
+    parameters = fields.parameters
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
-    if not isinstance(parameters, dict):
-        raise wrong_type(f"{where}.parameters", "an object", parameters)
     StructuredOutputsParams(json=parameters, param=f"{where}.parameters")  # for its limits
     function = Function(name, parameters, strict, lenient=strict and is_rule)
     return function, {"type": "function", "function": given}
@@ -189,7 +188,7 @@ def _choice(value: Any) -> tuple[str, str]:
 def constrain(
     tools: Tools, wanted: StructuredOutputsParams | None
 ) -> StructuredOutputsParams | None:
-    """What the text must be: what the client wants of it, calls, or either."""
+    """The form of the text: the one the client wants, calls, or either."""
     if not tools.may_call:
         return wanted
     functions, parallel = tools.functions, tools.parallel
@@ -231,26 +230,6 @@ def _of_tools(grammar: str) -> StructuredOutputsParams:
 
 # -- what the model sees -------------------------------------------------------------------
 
-
-def parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Calls in the history. Templates want `arguments` as an object, clients send it as text."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong_type(f"{where}.tool_calls", "a list", value)
-    calls = []
-    for i, call in enumerate(value):
-        at = f"{where}.tool_calls[{i}]"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong_type(at, "an object with function.name", call)
-        given = function.get("arguments")
-        arguments = arguments_of({} if given is None else given, f"{at}.function.arguments")
-        parsed = {"name": function["name"], "arguments": arguments}
-        calls.append({"id": call.get("id"), "type": "function", "function": parsed})
-    return calls
-
-
 PREAMBLE = """You may call these functions, given by their JSON schemas:
 <tools>
 {tools}
@@ -266,8 +245,8 @@ def show_tools(
 ) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
     """The messages as the template gets them, and its variables.
 
-    Where it knows no tools, they are told in the system message, and calls and their results
-    become text.
+    For a template that knows no tools, the system message describes them, and calls and their
+    results become text.
     """
     if tool_format.knows_tools:
         return tuple(messages), {"tools": list(tools.shown)} if tools.shown else {}

@@ -1,10 +1,10 @@
-"""Who calls: API keys, the admin key, and web pages of other sites. Pure ASGI middleware.
+"""Access control: API keys, the admin key, and web pages of other sites. Pure ASGI middleware.
 
 Default deny: with keys set, every path but `OPEN_PATHS` needs one, whether a route exists or not.
-What only administrators may do is an `AdminRoute`: the route itself looks at who calls, so that no
-spelling of a path finds the one and not the other. Paths are read from the scope, never from a URL
-that a client's Host header can bend. Keys are compared by digest, all of them, and never logged.
-What was found out travels on as a `Caller`; its `salt` keeps the prefix caches of different keys
+Actions for administrators are `AdminRoute`s: the route itself checks the caller, so that no
+spelling of a path finds the route and avoids the check. Paths are read from the scope, never from a
+URL that a client's Host header can change. Keys are compared by digest, all of them, and never
+logged. The result is a `Caller` in the scope; its `salt` keeps the prefix caches of different keys
 apart.
 """
 
@@ -43,22 +43,22 @@ class Role(enum.Enum):
     """No key was needed."""
     CLIENT = "client"
     ADMIN = "admin"
-    """Holds the admin key; or whoever calls a loopback address where no key is set at all, who
-    owns the machine."""
+    """Holds the admin key, or calls a loopback address of a server without keys, and so owns the
+    machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is."""
+    """The sender of a request."""
 
     role: Role = Role.ANYONE
     salt_key: bytes | None = field(default=None, repr=False)
     """Differs from key to key; None where all callers share one prefix cache."""
     key_digest: bytes = field(default=b"", repr=False)
-    """Tells callers apart: the key's."""
+    """Digest of the key; it identifies the caller."""
 
     def salt(self, cache_salt: str | None) -> str | None:
-        """The cache salt of this caller's request, which asked for `cache_salt` itself."""
+        """The cache salt for this caller's request, whose own field is `cache_salt`."""
         if self.salt_key is None:
             return cache_salt
         return hmac.new(self.salt_key, (cache_salt or "").encode(), hashlib.sha256).hexdigest()
@@ -70,7 +70,7 @@ def caller_of(scope: Scope) -> Caller:
 
 
 def client_of(scope: Scope) -> str:
-    """Names who takes a turn among others: the key, or the connection where there is none."""
+    """Name of the client for fair scheduling: the key, or the connection where there is none."""
     caller = caller_of(scope)
     if caller.key_digest:
         return caller.key_digest.hex()
@@ -113,7 +113,7 @@ class KeyRing:
         self._nobody = Caller(Role.ADMIN if owns_machine else Role.ANYONE)
 
     def find(self, key: bytes) -> Caller | None:
-        """Takes as long whichever key it is, and whether it is one."""
+        """The caller with this key. Takes the same time for every key, known or not."""
         digest, found = _digest(key), None
         for known, caller in self._callers:
             if hmac.compare_digest(digest, known):
@@ -121,7 +121,7 @@ class KeyRing:
         return found
 
     def check(self, path: str, key: bytes | None) -> Caller:
-        """Who calls, if this caller may use the server. Raises `RequestError`."""
+        """The caller, if it may use the server. Raises `RequestError`."""
         if not path.isprintable():  # patterns of routes also match before a line break at the end
             raise path_not_found()
         caller = self.find(key) if key is not None else None
@@ -147,7 +147,7 @@ def _derive(secret: bytes, key: str) -> bytes:
 
 
 def read_key_file(name: str) -> list[str]:
-    """One key a line; empty lines and those that begin with # do not count."""
+    """Keys of a file, one a line; empty lines and those that begin with # are skipped."""
     path = Path(name)
     try:
         if stat.S_ISREG(path.stat().st_mode) and path.stat().st_size > MAX_KEY_FILE_BYTES:
@@ -165,7 +165,7 @@ def read_key_file(name: str) -> list[str]:
 
 
 class ApiKeyCheck:
-    """Refuses whom `KeyRing.check` refuses; leaves the `Caller` in the scope."""
+    """Rejects the callers that `KeyRing.check` rejects; leaves the `Caller` in the scope."""
 
     def __init__(self, app: ASGIApp, *, keys: KeyRing) -> None:
         self.app = app
@@ -191,8 +191,8 @@ def _key_of(scope: Scope) -> bytes | None:
 
 
 class AdminRoute(Route):
-    """A route that changes the engine for everybody, or shows what everybody does: for
-    administrators, whatever the method."""
+    """A route for administrators, whatever the method: it changes the engine for every client, or
+    shows what other clients do."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         keys: KeyRing = scope[KEYS]
@@ -201,10 +201,10 @@ class AdminRoute(Route):
 
 
 class OriginCheck:
-    """Refuses what web pages of other sites send, whether or not they could read the answer.
+    """Rejects requests from web pages of other sites, whether or not they could read the answer.
 
-    Browsers name the page's origin; programs name none. Pages of the server itself may, and those
-    that the configuration allows.
+    Browsers send the page's origin; programs send none. Pages of the server itself are allowed, and
+    those that the configuration allows.
     """
 
     def __init__(self, app: ASGIApp, *, allowed: Sequence[str]) -> None:

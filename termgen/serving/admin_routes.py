@@ -1,7 +1,7 @@
-"""Routes that steer the engine: cancel, pause, sleep, and reset of the prefix cache.
+"""Routes that control the engine: cancel, pause, sleep, and reset of the prefix cache.
 
 Options come as query parameters, as vLLM's clients send them. A pause waits for the engine to come
-to rest; who asked may leave meanwhile, it comes to rest all the same.
+to rest, and goes on when the client leaves meanwhile.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from termgen.api.errors import no_such_option
 from termgen.client import PauseMode, SleepLevel
 from termgen.errors import RequestError
 from termgen.serving.access import AdminRoute, caller_of
-from termgen.serving.reading import state_of
 from termgen.serving.responses import JSONReply
+from termgen.serving.state import state_of
 
 
 async def cancel(request: Request) -> Response:
@@ -84,12 +84,12 @@ async def is_sleeping(request: Request) -> Response:
 
 
 async def _beyond_the_client(command: Any) -> None:
-    """Runs to its end whether or not the client waits for it."""
+    """Run a command to its end whether or not the client waits for it."""
     await asyncio.shield(asyncio.ensure_future(command))
 
 
 class _Options:
-    """Query parameters, each of a few words."""
+    """Query parameters with a fixed set of words each."""
 
     def __init__(self, request: Request) -> None:
         self._given = dict(request.query_params)

@@ -1,11 +1,10 @@
-"""Who may queue: requests are counted before anything is spent on them, and refused when too many
-wait.
+"""Admission: a limit on the requests that wait, checked before any work is spent on a request.
 
-A completion waits from its admission until the engine starts to compute it: its events say when,
-and its first token at the latest. `Generation` takes a `Ticket` for each HTTP request and gives it
-back. What only turns text into tokens, or back, waits until it is over: `place`. Refusals say when
-to come again, from how fast completions have been started lately. Owned by the event loop; knows
-nothing of HTTP or tokenizers.
+A completion waits from its admission until the engine starts to compute it: the engine's events
+report that, and the completion's first token at the latest. `Generation` takes a `Ticket` for each
+HTTP request and gives it back. Work that only turns text into tokens, or back, waits until it is
+over: `place`. Refusals say when to try again, from the recent rate of starts. A second limit is the
+memory that large bodies hold. Owned by the event loop; knows nothing of HTTP or tokenizers.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from termgen.errors import OverloadedError
 from termgen.vocabulary.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
 
 RATE_WINDOW_S = 30.0
-"""Starts of this long ago still count for the rate."""
+"""Starts within this time count for the rate."""
 MAX_RETRY_AFTER_S = 60.0
 MIN_RETRY_AFTER_S = 0.1
 UNKNOWN_RETRY_AFTER_S = 5.0
-"""When nothing was started lately."""
+"""Used when nothing was started within the window."""
 
 FIRST_CHARS_PER_TOKEN = 4.0
 RATIO_WEIGHT = 0.05
-"""Of the newest request in the running mean of characters per token."""
+"""Weight of the newest request in the running mean of characters per token."""
 
 _QUEUED, _SCHEDULED = RequestEventKind.QUEUED, RequestEventKind.SCHEDULED
 
 _RENAMED = re.compile(r"~\d+$")
-"""What the engine appends to an id that is still in use."""
+"""Suffix that the engine appends to an id that is still in use."""
 
 
 class Ticket:
-    """One HTTP request's place. `close` it whatever happens."""
+    """The place of one HTTP request. It must be closed in any case."""
 
     __slots__ = ("_admission", "_begun", "_num_ended", "_sizes", "_timer", "_tokens")
 
@@ -59,7 +58,7 @@ class Ticket:
 
     @property
     def num_tokens(self) -> int:
-        """Of its prompts: estimates, until they have been tokenised."""
+        """Tokens of its prompts: estimates, until they have been tokenised."""
         return sum(self._tokens.values())
 
     @property
@@ -72,23 +71,23 @@ class Ticket:
 
     @property
     def has_begun(self) -> bool:
-        """The engine computes, or has computed, some of it."""
+        """True once the engine computes, or has computed, a part of the request."""
         return bool(self._begun)
 
     def begin(self, job_id: str, index: int) -> None:
-        """A completion has left the queue. May be told more than once."""
+        """Note that a completion has left the queue. May be called more than once."""
         key = (job_id, index)
         if key not in self._begun and index < self._sizes.get(job_id, 0):
             self._begun.add(key)
             self._admission.on_begin(self)
 
     def end(self, job_id: str, index: int) -> None:
-        """A completion that had begun is over: its seat is free again."""
+        """Note the end of a completion that had begun: its seat is free again."""
         if index < self._sizes.get(job_id, 0):
             self._num_ended += 1
 
     def measured(self, job_id: str, num_tokens: int) -> None:
-        """How long a prompt is, now that it has been tokenised. May be told more than once."""
+        """Note a prompt's length, now that it has been tokenised. May be called more than once."""
         before, self._tokens[job_id] = self._tokens[job_id], num_tokens
         if self.num_waiting:
             self._admission.on_measured(num_tokens - before)
@@ -121,7 +120,7 @@ class AdmissionControl:
         drain_events: Callable[[], None],
         on_refused: Callable[[str], None],
     ) -> None:
-        """`drain_events` makes the caller pass on, by `on_events`, what the engine published."""
+        """`drain_events` makes the caller pass the engine's published events to `on_events`."""
         self._max_queue = config.max_queue
         self._max_tokens = config.max_queue_tokens
         self.max_time_s = config.max_queue_time
@@ -142,7 +141,7 @@ class AdmissionControl:
         return self._is_full(1)
 
     def check_room(self) -> None:
-        """Refuse early, before a body is read, what `admit` would refuse."""
+        """Refuse before a body is read what `admit` would refuse."""
         if self._is_full(1):
             raise self._queue_full(1)
 
@@ -160,7 +159,7 @@ class AdmissionControl:
             self._begun_at.append(time.monotonic())
 
     def admit(self, jobs: Sequence[Job]) -> Ticket:
-        """A place for all of these, or `OverloadedError`. Tokenises nothing."""
+        """A place for all of these jobs. Tokenises nothing. Raises `OverloadedError`."""
         ticket = Ticket(self, jobs)
         self._check(ticket.num_waiting, ticket.num_tokens)
         self._open.add(ticket)
@@ -196,13 +195,13 @@ class AdmissionControl:
                 self._on_news(event)
 
     def on_prompt(self, prompt: Prompt, num_tokens: int) -> None:
-        """How long a prompt turned out to be."""
+        """Note the length of a tokenised prompt."""
         if num_tokens and isinstance(prompt, (str, ChatPrompt, FillPrompt)):
             ratio = min(16.0, max(0.5, prompt_chars(prompt) / num_tokens))
             self._chars_per_token += RATIO_WEIGHT * (ratio - self._chars_per_token)
 
     def estimate(self, prompt: Prompt) -> int:
-        """Prompt tokens, without tokenising."""
+        """Estimated tokens of a prompt, without tokenising."""
         if isinstance(prompt, (str, ChatPrompt, FillPrompt)):
             return int(prompt_chars(prompt) / self._chars_per_token) + 1
         return len(prompt)
@@ -215,7 +214,8 @@ class AdmissionControl:
         )
 
     def _on_news(self, event: RequestEvent) -> None:
-        """The engine calls a single completion `ID`, one of several `ID-INDEX`."""
+        """Note news of a completion. The engine calls a single one `ID`, one of several
+        `ID-INDEX`."""
         job_id, index = _RENAMED.sub("", event.request_id), "0"
         ticket = self._by_job.get(job_id)
         if ticket is None:
@@ -243,7 +243,7 @@ class AdmissionControl:
                 )
 
     def _is_full(self, num_new: int) -> bool:
-        # a server where nothing waits takes whatever is asked: its size is judged elsewhere
+        # a server without a queue admits any size: the engine checks it
         limit = self._max_queue
         if not limit or not self._num_waiting or self._num_waiting + num_new <= limit:
             return False
@@ -251,7 +251,7 @@ class AdmissionControl:
         return bool(self._num_waiting) and self._num_waiting + num_new > limit + self._num_free()
 
     def _num_free(self) -> int:
-        """Seats that those who wait can take at once."""
+        """Seats that waiting completions can take at once."""
         if self._newest is not None and self._newest.num_waiting:
             return 0  # if seats are free, memory is not
         return max(0, self.num_seats - sum(ticket.num_seated for ticket in self._open))
@@ -272,7 +272,7 @@ class AdmissionControl:
         )
 
     def _seconds_for(self, num_starts: int) -> float:
-        """How long so many starts take, at the rate of late."""
+        """Seconds that so many starts take, at the recent rate."""
         now = time.monotonic()
         while self._begun_at and now - self._begun_at[0] > RATE_WINDOW_S:
             self._begun_at.popleft()
@@ -280,3 +280,61 @@ class AdmissionControl:
             return UNKNOWN_RETRY_AFTER_S
         rate = len(self._begun_at) / max(1e-3, now - self._begun_at[0])
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, num_starts / rate))
+
+
+# -- memory for bodies ---------------------------------------------------------------------
+
+SMALL_BODY_BYTES = 2**15
+"""A body of this size is parsed within a millisecond whatever it holds."""
+BODY_RETRY_AFTER_S = 1.0
+"""Most large bodies are parsed within this time."""
+
+
+class BodyMemory:
+    """Memory for the large bodies of all requests, from their first byte until they are parsed.
+    Small bodies always fit: a client that sends large ones cannot keep others out."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: 0 for no limit."""
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        """Bytes that large bodies hold now."""
+
+    @contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        """The memory of one body."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self.num_bytes -= share.num_held
+
+    def take(self, num_bytes: int) -> None:
+        """Raises `OverloadedError` where there is no room for these."""
+        if self._max_bytes and self.num_bytes + num_bytes > self._max_bytes:
+            raise OverloadedError(
+                f"Large request bodies hold {self.num_bytes} bytes already, and at most "
+                f"{self._max_bytes} may be held; try again in {BODY_RETRY_AFTER_S:g} s",
+                code="bodies_full",
+                retry_after_s=BODY_RETRY_AFTER_S,
+            )
+        self.num_bytes += num_bytes
+
+
+class BodyShare:
+    """The memory that one body holds."""
+
+    def __init__(self, room: BodyMemory) -> None:
+        self._room = room
+        self.num_bytes = self.num_held = 0
+        """Bytes that arrived, and those of them that count."""
+
+    @property
+    def is_small(self) -> bool:
+        return self.num_bytes <= SMALL_BODY_BYTES
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        if not self.is_small:
+            self._room.take(self.num_bytes - self.num_held)
+            self.num_held = self.num_bytes

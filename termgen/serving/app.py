@@ -1,11 +1,11 @@
-"""Routes. Thin: a handler parses through `termgen.api` and hands a generation to a response."""
+"""The application: its routes, its middleware, and the description of both."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,42 +13,27 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from termgen import __version__
-from termgen.api.chat import ChatStream, chat_response, parse_chat
-from termgen.api.completions import (
-    CompletionRequest,
-    CompletionStream,
-    completion_response,
-    parse_completion,
-)
-from termgen.api.errors import http_reply, model_not_found, not_supported
-from termgen.api.models import model_list, model_object
-from termgen.api.sse import CHAT_WIRE
+from termgen.api.anthropic import MESSAGES
+from termgen.api.chat import CHAT
+from termgen.api.completions import COMPLETIONS
+from termgen.api.errors import http_reply
+from termgen.api.fields import Endpoint
+from termgen.api.openapi import Operation, describe
+from termgen.api.responses_input import RESPONSES
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
+from termgen.serving import handlers
 from termgen.serving.access import ApiKeyCheck, OriginCheck
 from termgen.serving.admin_routes import ADMIN_ROUTES
-from termgen.serving.answering import answer
-from termgen.serving.bridge_routes import BRIDGE_ROUTES
 from termgen.serving.event_routes import EVENT_ROUTES
-from termgen.serving.metrics import CONTENT_TYPE
-from termgen.serving.middleware import (
-    BodyLimit,
-    CrossOrigin,
-    HostCheck,
-    RequestContext,
-    for_path,
-)
-from termgen.serving.openapi_route import OpenAPI
-from termgen.serving.reading import parse_body, state_of
+from termgen.serving.middleware import BodyLimit, CrossOrigin, HostCheck, RequestContext, for_path
 from termgen.serving.responses import JSONReply, error_response
 from termgen.serving.state import ServerState
-from termgen.serving.token_routes import TOKEN_ROUTES
 
 EVENT_INTERVAL_S = 0.25
-"""How often engine events are counted: many at once would hold up the streams."""
+"""Interval of counting engine events: many at once would delay the streams."""
 
 
 def create_app(engine: EngineClient | None, config: ServerConfig) -> Starlette:
@@ -63,20 +48,24 @@ def build_app(state: ServerState) -> Starlette:
     config = state.config
     app = Starlette(
         routes=[
-            Route("/v1/models", list_models),
-            Route("/v1/models/{id:path}", get_model),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/embeddings", embeddings, methods=["POST"], include_in_schema=False),
-            Route("/health", health),
-            Route("/ready", ready),
-            Route("/metrics", metrics),
-            Route("/version", version),
-            *TOKEN_ROUTES,
-            *BRIDGE_ROUTES,
+            Route("/v1/models", handlers.list_models),
+            Route("/v1/models/{id:path}", handlers.get_model),
+            Route("/v1/chat/completions", handlers.chat_completions, methods=["POST"]),
+            Route("/v1/completions", handlers.completions, methods=["POST"]),
+            Route("/v1/embeddings", handlers.embeddings, methods=["POST"], include_in_schema=False),
+            Route("/health", handlers.health),
+            Route("/ready", handlers.ready),
+            Route("/metrics", handlers.metrics),
+            Route("/version", handlers.version),
+            Route("/tokenize", handlers.tokenize, methods=["POST"]),
+            Route("/detokenize", handlers.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", handlers.tokenizer_info),
+            Route("/v1/messages", handlers.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", handlers.count_tokens, methods=["POST"]),
+            Route("/v1/responses", handlers.responses, methods=["POST"]),
             *ADMIN_ROUTES,
             *EVENT_ROUTES,
-            OpenAPI().route(),
+            Route("/openapi.json", openapi),
         ],
         middleware=[
             *_cross_origin(config),
@@ -91,11 +80,12 @@ def build_app(state: ServerState) -> Starlette:
     )
     app.router.redirect_slashes = False
     app.state.server = state
+    app.state.openapi = None
     return app
 
 
 def _cross_origin(config: ServerConfig) -> list[Middleware]:
-    """Tells browsers which pages may use the server. Nothing, unless asked for."""
+    """Middleware that tells browsers which pages may use the server: none by default."""
     if not config.allowed_origin:
         return []
     return [
@@ -135,7 +125,7 @@ async def _count_events(state: ServerState) -> None:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Errors of the router: no such path, wrong method."""
+    """JSON for errors of the router: no such path, wrong method."""
     assert isinstance(error, HTTPException)
     detail = f"{error.detail}: {request.method} {request.scope['path'][:200]}"
     return error_response(
@@ -143,112 +133,42 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     )
 
 
-# -- generation ----------------------------------------------------------------------------
+BODIES: Mapping[str, Endpoint] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+}
+"""Declarations of the bodies of POST routes; other bodies are described as objects."""
+
+WITHOUT_BODY = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"})
 
 
-async def chat_completions(request: Request) -> ASGIApp:
-    state, engine = state_of(request), state_of(request).require_engine()
-    parse = partial(parse_chat, tool_format=engine.model.tool_format)
-    chat = await parse_body(
-        request,
-        parse,
-        force_include_usage=state.config.force_include_usage,
-        trusts_template=state.config.trust_request_chat_template,
-    )
-    return answer(
-        request,
-        [chat.job],
-        chat.options,
-        ignored=chat.ignored,
-        not_used=chat.not_used,
-        stream=lambda: (ChatStream(chat), CHAT_WIRE),
-        build=lambda answers: chat_response(chat, answers),
-    )
+async def openapi(request: Request) -> Response:
+    state = request.app.state
+    if state.openapi is None:
+        state.openapi = await asyncio.to_thread(describe_app, request.app)
+    return JSONReply(state.openapi)
 
 
-async def completions(request: Request) -> ASGIApp:
-    state, engine = state_of(request), state_of(request).require_engine()
-    completion = await parse_body(
-        request, parse_completion, force_include_usage=state.config.force_include_usage
-    )
-    echoes: list[str] = []
-    return answer(
-        request,
-        completion.jobs,
-        completion.options,
-        ignored=completion.ignored,
-        stream=lambda: (CompletionStream(completion, echoes), CHAT_WIRE),
-        build=lambda answers: completion_response(completion, answers, echoes),
-        prepare=lambda: _fill_echoes(echoes, engine, completion),
-    )
+def describe_app(app: Starlette) -> dict[str, Any]:
+    takes_templates = app.state.server.config.trust_request_chat_template
+    hidden = frozenset() if takes_templates else frozenset({"chat_template"})
+    operations = [
+        Operation(route.path, method, _summary(route), _body(route.path, method), hidden)
+        for route in app.routes
+        if isinstance(route, Route) and route.include_in_schema
+        for method in sorted((route.methods or set()) - {"HEAD"})
+    ]
+    return describe(operations, title="termgen", version=__version__)
 
 
-async def _fill_echoes(
-    echoes: list[str], engine: EngineClient, completion: CompletionRequest
-) -> None:
-    """The text of each prompt, for `echo`."""
-    for job in completion.jobs:
-        prompt = job.prompt
-        if not completion.echo:
-            echoes.append("")
-        elif isinstance(prompt, str):
-            echoes.append(prompt)
-        else:
-            assert isinstance(prompt, tuple), "completions take text or token ids"
-            echoes.append(await engine.detokenize(prompt))
+def _summary(route: Route) -> str:
+    text = (getattr(route.endpoint, "__doc__", None) or "").strip().partition("\n")[0]
+    return text or route.name.replace("_", " ")
 
 
-# -- everything else -----------------------------------------------------------------------
-
-
-async def list_models(request: Request) -> Response:
-    state = state_of(request)
-    engine = state.require_engine()
-    return JSONReply(model_list(engine.model, state.names_for(engine)))
-
-
-async def get_model(request: Request) -> Response:
-    state = state_of(request)
-    engine = state.require_engine()
-    name = request.path_params["id"]
-    if name not in state.names_for(engine):
-        raise model_not_found(name)
-    return JSONReply(model_object(engine.model, name))
-
-
-async def embeddings(request: Request) -> Response:
-    raise not_supported("This server generates text; it makes no embeddings")
-
-
-async def health(request: Request) -> Response:
-    """Liveness: 503 while loading, and when the engine is dead, stuck or does not react."""
-    state = state_of(request)
-    if state.engine is None:
-        return JSONReply(state.status_body, status_code=503, headers={"retry-after": "5"})
-    reason = await state.engine.why_unhealthy()
-    if reason is None:
-        return JSONReply(state.status_body)
-    return JSONReply({"status": "engine_dead", "reason": reason}, status_code=503)
-
-
-async def ready(request: Request) -> Response:
-    """Whether a new request would be taken now, and begun without waiting for an administrator."""
-    state = state_of(request)
-    status = state.status
-    if status == "ok" and state.engine is not None and state.engine.is_paused:
-        status = "paused"
-    if status == "ok" and state.admission.is_full:
-        status = "queue_full"
-    if status == "ok":
-        return JSONReply({"status": status})
-    body = state.status_body | {"status": status}
-    return JSONReply(body, status_code=503, headers={"retry-after": "5"})
-
-
-async def metrics(request: Request) -> Response:
-    body = await state_of(request).render_metrics()
-    return Response(body, headers={"content-type": CONTENT_TYPE})
-
-
-async def version(request: Request) -> Response:
-    return JSONReply({"version": __version__})
+def _body(path: str, method: str) -> Endpoint | None:
+    if method != "POST" or path in WITHOUT_BODY or path.endswith("/cancel"):
+        return None
+    return BODIES.get(path, Endpoint(()))

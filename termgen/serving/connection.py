@@ -1,15 +1,15 @@
-"""One client's connection: what uvicorn leaves to its user about clients that are slow or wrong.
+"""One client's connection: protection from slow and faulty clients, which uvicorn leaves out.
 
-- A client that has announced a request and does not finish its head is not waited for.
-- One that takes no data is given up: its connection ends, which aborts its request. Taking little
-  by little is fine.
-- One that sends its next request already is read on: else it could not be seen to leave.
-- One that sends too many headers, or a body in crumbs, is refused before they are read: each costs
-  tens of microseconds, and there is room for a hundred thousand in what is taken from a socket.
-- What is not HTTP gets its answer as JSON, like every other error. A head that a proxy in front
-  may read otherwise, and so find another end of the request, is refused.
+- A client that begins a request and does not finish its head is disconnected.
+- So is one that takes no data, which aborts its request. Taking little by little is fine.
+- The next request of a client is read while one is answered: else a client's leaving would not be
+  seen.
+- Too many headers, or a body in crumbs, are refused before they are read: each header or chunk
+  costs tens of microseconds, and one read of a socket has room for a hundred thousand.
+- Data that is not HTTP gets an error as JSON, like every other error. So does a head that a proxy
+  in front may read otherwise, and so find another end of the request.
 
-And one thing about speed: a stream may hand over its chunks here, past the layers between.
+For speed, a stream may write its chunks here directly, past the layers between.
 """
 
 from __future__ import annotations
@@ -26,39 +26,41 @@ from termgen.api.errors import error_body
 from termgen.api.sse import dumps
 
 HEAD_TIMEOUT_S = 60.0
-"""From the first byte of a request, or the connection, to the end of its head."""
+"""Limit from the first byte of a request, or the connection, to the end of its head."""
 
 MAX_EARLY_BYTES = 2**20
-"""Of further requests while one is answered."""
+"""Limit for further requests while one is answered."""
 
 MAX_HEAD_LINES = 256
 MAX_EARLY_LINES = 1024
 
 FREE_CHUNKS = 256
 BYTES_PER_CHUNK = 2048
-"""A body may have so many chunks, and one more for every so many bytes."""
+"""A body may have `FREE_CHUNKS`, and one more for every so many bytes."""
 
 RECEIVE_BYTES = 3 * 2**15
-"""Taken from a socket at once. What is larger than 128 KiB is a fresh piece of memory for the
-system each time, and is copied four times: others wait, and eight megabytes take half again as
-long."""
+"""Size of a read from the socket. A buffer of more than 128 KiB is fresh memory from the system
+each time, and is copied four times: other requests wait, and eight megabytes take half as long
+again."""
 
 STALL_TIMEOUT_S = 60.0
-"""A client that takes no data for this long counts as gone."""
+"""A client that takes no data for this long is disconnected."""
 
 _FOLDED_LINE = re.compile(rb"\n[ \t]")
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 WRITE_CHUNK = "termgen.write_chunk"
-"""Key in the ASGI scope's `extensions`: `(data) -> bool`, for the body of a stream whose head was
-sent. Every layer would only pass it on, at half of what a token costs. False: `send` it instead."""
+"""Key in the ASGI scope's `extensions`: `(data) -> bool` writes a chunk of a stream whose head was
+sent. The layers between would only pass it on, at half of the cost of a token. False: `send` it
+instead."""
 
 
 class _Parser(h11.Connection):
-    """h11's, without the requests whose end proxies and servers have found at different places.
+    """h11's connection, without requests whose end proxies and servers have found at different
+    places.
 
-    RFC 9112, 6.1: a request with both lengths, or with chunks in HTTP/1.0, may be an attempt at
-    smuggling another one in; the connection must not live on.
+    RFC 9112, 6.1: a request with both lengths, or with chunks in HTTP/1.0, may smuggle another one
+    in; the connection must not live on.
     """
 
     why_refused: str | None = None
@@ -79,7 +81,7 @@ class _Parser(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with two timers, both off while a request is under way as it should."""
+    """uvicorn's connection with two timers, both off while a request makes progress."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
@@ -90,7 +92,7 @@ class Connection(H11Protocol):
         self._num_early_bytes = 0
         self._num_head_lines = 0
         self._head_end = b""
-        """The last of the head that came so far."""
+        """The last characters of the head that came so far."""
         self._is_folded = False
         self._num_body_lines = self._num_body_bytes = 0
         self._num_running = 0
@@ -132,7 +134,7 @@ class Connection(H11Protocol):
 
     def _let_go(self) -> None:
         """Break the cycles of references, once the connection and its request have ended. Python's
-        collector seldom runs under load, and what it would find here holds the request's body."""
+        collector seldom runs under load, and these cycles hold the request's body."""
         self.app = self._inner
         self.cycle = self.scope = None  # type: ignore[assignment]
         if hasattr(self.transport, "_read_ready_cb"):  # asyncio's own: a method of the same object
@@ -154,7 +156,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_early(self) -> bool:
-        """What comes now belongs to a later request."""
+        """True while the data that comes belongs to a later request."""
         return self._is_answering and self.conn.their_state is h11.DONE
 
     @property
@@ -164,7 +166,7 @@ class Connection(H11Protocol):
     # -- many small things -----------------------------------------------------------------
 
     def _feed(self, data: bytes) -> None:
-        """To the parser, unless it holds too much that is small."""
+        """Pass data to the parser, unless it has too many small parts."""
         if self.conn.their_state is h11.IDLE and not self._is_answering:
             size = self._head_part(data)
             if self._num_head_lines > MAX_HEAD_LINES:
@@ -187,7 +189,7 @@ class Connection(H11Protocol):
         super().data_received(data)
 
     def _head_part(self, data: bytes) -> int:
-        """How much of it belongs to the head; counts its lines."""
+        """Size of the part that belongs to the head; counts its lines."""
         joined = self._head_end + data
         end = _END_OF_HEAD.search(joined)
         size = len(data) if end is None else end.end() - len(self._head_end)
@@ -212,7 +214,7 @@ class Connection(H11Protocol):
             self.transport.abort()
             return
         if self._is_answering:
-            self.cycle.disconnected = True  # nobody else is to answer
+            self.cycle.disconnected = True  # no other answer may follow
             self.cycle.message_event.set()
         self.send_400_response(message)
 
@@ -251,7 +253,7 @@ class Connection(H11Protocol):
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # closing would wait for ever until it is taken
+            self.transport.abort()  # closing would wait until the client has taken it
 
     def _watch(self, size: int) -> None:
         self._stall_timer = self.loop.call_later(STALL_TIMEOUT_S, self._on_slow, size)

@@ -1,8 +1,9 @@
-"""One history of engine events for all who listen over HTTP.
+"""One history of engine events for all listeners over HTTP, and snapshots of the engine's state.
 
 Events are numbered and kept in one bounded history; a listener is a number in it, so a slow one
-costs nothing and loses the oldest first. Whoever comes back within `LINGER_S` goes on where it was.
-Lives on the event loop, without a task of its own: listeners move the events when they look.
+costs nothing and loses the oldest first. A listener that reconnects within `LINGER_S` goes on where
+it was. Lives on the event loop, without a task of its own: listeners move the events when they
+read.
 """
 
 from __future__ import annotations
@@ -10,31 +11,108 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from collections import deque
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from termgen.client import EngineClient
-from termgen.errors import OverloadedError
-from termgen.serving.engine_pictures import Pictures
-from termgen.vocabulary.events import EngineEvent, EventRing
+from termgen.errors import EngineError, OverloadedError
+from termgen.vocabulary.events import EngineEvent, EngineSnapshot, EventRing
+from termgen.vocabulary.telemetry import encode_snapshot
+
+SNAPSHOT_TIMEOUT_S = 1.0
+
+
+class EncodedSnapshot:
+    """One snapshot, and its bytes once a listener needs them."""
+
+    def __init__(self, snapshot: EngineSnapshot) -> None:
+        self.snapshot = snapshot
+        self.taken_at = time.monotonic()
+
+    @cached_property
+    def encoded(self) -> bytes:
+        return encode_snapshot(self.snapshot)
+
+    def shows_as(self, other: EncodedSnapshot | None) -> bool:
+        """True if only time has passed between the two."""
+        return other is self or (other is not None and _same(self.snapshot, other.snapshot))
+
+
+class Snapshots:
+    """Snapshots of one engine, shared by its listeners."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._newest: EncodedSnapshot | None = None
+        self._asking: asyncio.Task[EncodedSnapshot | None] | None = None
+
+    async def look(self, max_age_s: float = 0.0) -> EncodedSnapshot | None:
+        """A snapshot at most this old; None when the engine does not answer."""
+        newest = self._newest
+        if newest is not None and time.monotonic() - newest.taken_at < max_age_s:
+            return newest
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._asking)  # others may wait for it too
+
+    def forget(self) -> None:
+        self._newest = None
+
+    async def _ask(self) -> EncodedSnapshot | None:
+        with suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
+                self._newest = EncodedSnapshot(await self._engine.snapshot())
+                return self._newest
+        return None
+
+
+def _same(new: EngineSnapshot, old: EngineSnapshot) -> bool:
+    """Compare two snapshots, the cheapest fields first: while anything runs, one of the counts
+    differs."""
+    others = type(new).__dataclass_fields__.keys() - {
+        "time_ns",
+        "requests",
+        "block_states",
+        "block_owners",
+        "evicted_blocks",
+        "cpu_s",
+        "resident_bytes",
+    }
+    if any(getattr(new, name) != getattr(old, name) for name in others):
+        return False
+    if len(new.requests) != len(old.requests) or any(
+        replace(one, age_s=other.age_s) != other
+        for one, other in zip(new.requests, old.requests, strict=True)
+    ):
+        return False
+    return not (
+        (new.block_states != old.block_states).any() or (new.block_owners != old.block_owners).any()
+    )
+
+
+# -- events ------------------------------------------------------------------------------
+
 
 HISTORY = 16_384
 """Events kept: half a minute of a busy GPU, hours of an idle one."""
 
 MAX_LISTENERS = 8
 RETRY_AFTER_S = 5.0
-"""Listeners stay long: nobody knows when one goes."""
+"""Listeners stay long: the server cannot know when one goes."""
 
 LINGER_S = 60.0
-"""How long events are kept for listeners who lost their connection."""
+"""Events are kept this long for listeners that lost their connection."""
 
 MAX_BATCH = 4096
-"""Events taken at once, so that one frame stays small."""
+"""Limit for the events of one frame."""
 
 
 @dataclass(slots=True)
 class Listener:
-    """One reader's place: the number of the newest event it has."""
+    """One listener's place: the number of the newest event it has."""
 
     cursor: int
     dropped: int = 0
@@ -42,7 +120,7 @@ class Listener:
 
 
 class EventHub:
-    """Of one engine."""
+    """The events of one engine."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -53,20 +131,18 @@ class EventHub:
         self._ring: EventRing | None = None
         self._num_lost = 0
         self.num_dropped = 0
-        """Events that listeners were too slow for, of all who ever listened."""
+        """Events that listeners were too slow for, over all listeners."""
         self._linger: asyncio.TimerHandle | None = None
-        self.pictures = Pictures(engine)
-        """What they are told of the engine's state."""
+        self.snapshots = Snapshots(engine)
+        """The state of the engine, for the listeners."""
         self.stream = ""
-        """Names this numbering."""
+        """Name of this numbering."""
         self.closing = asyncio.Event()
         """Set when the server is about to stop."""
 
     def join(self, last_seen: tuple[str, int] | None) -> tuple[Listener, bool]:
-        """A listener, and whether it goes on behind the event it saw last.
-
-        Raises OverloadedError.
-        """
+        """A listener, and whether it continues after the event it saw last. Raises
+        OverloadedError."""
         if len(self._listeners) >= MAX_LISTENERS:
             raise OverloadedError(
                 f"{MAX_LISTENERS} clients listen already; close one of them",
@@ -97,7 +173,8 @@ class EventHub:
             self._linger = loop.call_later(LINGER_S, self._forget)
 
     def read(self, listener: Listener) -> tuple[int, list[EngineEvent]]:
-        """What is new to a listener, at most `MAX_BATCH`; and the number of the first of these."""
+        """Events that are new to a listener, at most `MAX_BATCH`, and the number of the first of
+        these."""
         self._move()
         oldest = self._newest - len(self._history)
         if listener.cursor < oldest:
@@ -105,7 +182,7 @@ class EventHub:
             self.num_dropped += oldest - listener.cursor
             listener.cursor = oldest
         behind = self._newest - listener.cursor
-        # From the new end: what is new is little, and the way to it from the old end long.
+        # From the new end: new events are few, and far from the old end.
         newest_first = itertools.islice(reversed(self._history), max(0, behind - MAX_BATCH), behind)
         events = list(newest_first)[::-1]
         first = listener.cursor + 1
@@ -113,7 +190,7 @@ class EventHub:
         return first, events
 
     def close(self) -> None:
-        """End every stream: no more is to come."""
+        """End every stream."""
         self.closing.set()
         if self._linger is not None:
             self._linger.cancel()
@@ -124,7 +201,7 @@ class EventHub:
             self._engine.close_events(self._ring)
             self._ring = None
         self._history.clear()
-        self.pictures.forget()
+        self.snapshots.forget()
 
     def _move(self) -> None:
         if self._ring is None:

@@ -15,11 +15,9 @@ from termgen.api.errors import no_such_option
 from termgen.client import EngineClient, ModelInfo
 from termgen.errors import RequestError
 from termgen.serving.access import AdminRoute
-from termgen.serving.engine_pictures import Picture
-from termgen.serving.event_hub import EventHub, Listener
-from termgen.serving.reading import state_of
+from termgen.serving.event_hub import EncodedSnapshot, EventHub, Listener
 from termgen.serving.responses import EventWriter, until_disconnect
-from termgen.serving.state import ServerState
+from termgen.serving.state import ServerState, state_of
 from termgen.vocabulary.events import EngineEvent
 from termgen.vocabulary.telemetry import (
     MAX_HZ,
@@ -38,7 +36,7 @@ from termgen.vocabulary.telemetry import (
 DEFAULT_HZ = 4.0
 
 IDLE_SNAPSHOT_S = 1.0
-"""How often the state of an engine without work is looked at."""
+"""Interval of snapshots of an engine without work."""
 
 MAX_LAST_ID_CHARS = 64
 
@@ -87,7 +85,7 @@ def _hz(request: Request) -> float:
 
 
 class EventsResponse:
-    """One listener's stream."""
+    """The stream of one listener."""
 
     def __init__(
         self,
@@ -114,7 +112,7 @@ class EventsResponse:
             self._hub.leave(listener)
 
     async def _run(self, send: Send, listener: Listener, resumed: bool) -> None:
-        # Readers tell by the pings that the server is there: this stream is never without.
+        # Listeners need the pings to see that the server lives: this stream always has them.
         asked_s = self._state.config.sse_ping_interval or MAX_SILENCE_S
         writer = EventWriter(
             send,
@@ -143,7 +141,7 @@ class EventsResponse:
 
 
 class _Source:
-    """Frames for one listener, and what it was told last."""
+    """Frames for one listener, and the state that it was sent last."""
 
     def __init__(
         self,
@@ -161,7 +159,7 @@ class _Source:
         self._topics = topics
         self._interval_s = interval_s
         self._told_model: tuple[str, ModelInfo] = (self._status, engine.model)
-        self._told: Picture | None = None
+        self._told: EncodedSnapshot | None = None
         self._looked_at = -math.inf
 
     @property
@@ -198,11 +196,13 @@ class _Source:
             )
         )
         if "cache" in self._topics and self._may_have_changed(found):
-            picture = await self._look(self._interval_s / 2)
-            if picture is not None and not picture.shows_as(self._told):
-                self._told = picture
+            snapshot = await self._look(self._interval_s / 2)
+            if snapshot is not None and not snapshot.shows_as(self._told):
+                self._told = snapshot
                 frames.append(
-                    encode_cache(picture.encoded, dropped=self._listener.dropped, frame_id=self._id)
+                    encode_cache(
+                        snapshot.encoded, dropped=self._listener.dropped, frame_id=self._id
+                    )
                 )
         model = (self._status, self._engine.model)
         if "model" in self._topics and model != self._told_model:
@@ -211,15 +211,15 @@ class _Source:
         return b"".join(map(bytes, frames))
 
     def _may_have_changed(self, found: list[EngineEvent]) -> bool:
-        """Building a snapshot is the engine's time: an idle one is seldom asked."""
+        """True if a new snapshot is worth the engine's time: an idle engine is seldom asked."""
         told = self._told.snapshot if self._told is not None else None
         is_busy = told is None or told.num_running or told.num_waiting
         waited_s = time.monotonic() - self._looked_at
         return bool(found or (is_busy and not self._engine.is_paused) or waited_s > IDLE_SNAPSHOT_S)
 
-    async def _look(self, max_age_s: float) -> Picture | None:
+    async def _look(self, max_age_s: float) -> EncodedSnapshot | None:
         self._looked_at = time.monotonic()
-        return await self._hub.pictures.look(max_age_s)
+        return await self._hub.snapshots.look(max_age_s)
 
 
 EVENT_ROUTES = (AdminRoute("/v1/events", events, include_in_schema=False),)

@@ -1,7 +1,8 @@
-"""Large bodies are parsed and checked by a process of its own, `json_program.py`.
+"""The process that parses large request bodies.
 
-Megabytes of JSON, or tens of thousands of values to be looked at, would hold up every stream here:
-what comes back is what the engine is asked, or a fault. A thread waits for it.
+Megabytes of JSON, or tens of thousands of values to check, would block every stream of this
+process. `json_program.py` parses and checks them instead, and answers with the request for the
+engine, or a fault; a thread waits for it.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from termgen.system.helper_process import (
 
 PROGRAM = Path(__file__).with_name("json_program.py")
 LIMIT_S = 20.0
-"""Where a core is free, the worst body that is not refused for its number of values takes a second.
-"""
+"""Limit for one body. On a free core, the slowest body within the limit on values takes a
+second."""
 T = TypeVar("T")
 
 
 class JSONProcess:
-    """Reads one body after the other. Belongs to one event loop."""
+    """Parses one body after the other. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "termgen-json")
         self.helper = HelperProcess(PROGRAM)
 
     async def parse(self, parts: Sequence[bytes], take: Callable[[dict[str, Any]], T]) -> T:
-        """What `take` makes of the object that these are together, over there: a function of a
-        module of ours, or a `partial` of one. Raises `RequestError`."""
+        """The result of `take` on the JSON object in these parts, computed by the process: a
+        function of a module of termgen, or a `partial` of one. Raises `RequestError`."""
         loop = asyncio.get_running_loop()
         if self.helper.is_closed:
             raise _shutting_down()
@@ -49,7 +50,7 @@ class JSONProcess:
         return await parsing
 
     def close(self) -> None:
-        """What is under way or waits is refused, as is whatever comes from now on."""
+        """Refuse bodies that are parsed or wait, and later ones."""
         self.helper.close()
         self._thread.shutdown(wait=False)
 

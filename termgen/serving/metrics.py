@@ -8,11 +8,14 @@ closed sets is `model`: never a user, a key or a request id.
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -20,23 +23,161 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from termgen.serving.request_metrics import RequestMetrics
-from termgen.serving.step_metrics import StepMetrics
 from termgen.vocabulary.events import EngineEvent, EngineSnapshot, StepRecord
 from termgen.vocabulary.grammar_times import BOUNDS_S, GrammarTotals
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.startup_phases import StartupPhase
 
+STEP_BUCKETS = (
+    *(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02),
+    *(0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5),
+)
+STEP_TOKEN_BUCKETS = tuple(float(2**i) for i in range(15))  # 1 .. 16384
+PHASES = ("schedule", "launch", "wait", "apply", "host", "device", "total")
+
+
+class _Histogram:
+    """Counts of values by bucket, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = np.array(bounds)
+        self._names = [*map(floatToGoString, bounds), "+Inf"]
+        self._counts = np.zeros(len(self._names), np.int64)
+        self._sum = 0.0
+
+    def add(self, values: npt.NDArray[np.float64]) -> None:
+        places = np.searchsorted(self._bounds, values)  # a bound belongs to the bucket it ends
+        self._counts += np.bincount(places, minlength=len(self._counts))
+        self._sum += float(values.sum())
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        buckets = zip(self._names, accumulate(self._counts.tolist()), strict=True)
+        family.add_metric(labels, list(buckets), self._sum)
+
+
+class StepMetrics(Collector):
+    """Histograms and counters of the engine's steps, summed a second's worth at a time.
+
+    A busy engine lands a thousand steps a second, and observing each of them by itself takes as
+    long as some thirty steps, while the engine waits for its turn. So steps are added up by whole
+    columns.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._phases = {phase: _Histogram(STEP_BUCKETS) for phase in PHASES}
+        self._step_sizes = _Histogram(STEP_TOKEN_BUCKETS)
+        self._by_graph: collections.Counter[tuple[str, ...]] = collections.Counter()
+        self._by_depth: collections.Counter[int] = collections.Counter()
+        self._busy_s = self._idle_s = self._told_s = 0.0
+        self._tokens = self._padded = 0
+
+    def add(self, steps: Sequence[StepRecord]) -> None:
+        """Add one step or more."""
+        columns = dict(zip(StepRecord._fields, zip(*steps, strict=True), strict=True))
+
+        def of(name: str) -> npt.NDArray[np.float64]:
+            return np.array(columns[name], np.float64)
+
+        def between(begin: str, end: str) -> npt.NDArray[np.float64]:
+            """Seconds, from differences of whole nanoseconds, which are too large for a float."""
+            ns = np.array(columns[end], np.int64) - np.array(columns[begin], np.int64)
+            seconds: npt.NDArray[np.float64] = np.maximum(ns, 0) / 1e9
+            return seconds
+
+        device_s = between("started_ns", "ended_ns")
+        for phase in ("schedule", "launch", "wait", "apply", "host"):
+            self._phases[phase].add(of(f"{phase}_us") / 1e6)
+        self._phases["device"].add(device_s)
+        self._phases["total"].add(between("planned_ns", "applied_ns"))
+        sizes = of("num_decode_rows") + of("num_prefill_tokens")
+        self._step_sizes.add(sizes)
+        self._tokens += int(sizes.sum())
+        self._padded += sum(columns["num_padded_tokens"])
+        self._busy_s += float(device_s.sum())
+        self._idle_s += float(of("idle_us").sum()) / 1e6
+        self._told_s += float(of("publish_us").sum()) / 1e6
+        self._by_graph.update(zip(columns["graph_mode"], columns["graph_reason"], strict=True))
+        self._by_depth.update(columns["queue_depth"])
+
+    def collect(self) -> Iterator[Metric]:
+        times = HistogramMetricFamily(
+            "termgen_engine_step_seconds",
+            "Time of an engine step by phase",
+            labels=["model", "phase"],
+        )
+        for phase, histogram in self._phases.items():
+            histogram.add_to(times, [self._model, phase])
+        yield times
+        host = HistogramMetricFamily(
+            "termgen_host_overhead_seconds",
+            "Time of the engine's loop from one landing to the next, less what it waited",
+            labels=["model"],
+        )
+        self._phases["host"].add_to(host, [self._model])
+        yield host
+        sizes = HistogramMetricFamily(
+            "termgen_iteration_tokens_total", "Tokens that one step computed", labels=["model"]
+        )
+        self._step_sizes.add_to(sizes, [self._model])
+        yield sizes
+        yield self._counter(
+            "engine_steps",
+            "Engine steps by CUDA graph mode: FULL, PIECEWISE or NONE, and why it was no more",
+            ["graph_mode", "reason"],
+            self._by_graph,
+        )
+        yield self._counter(
+            "engine_launches",
+            "Engine steps by how many were in flight when they were launched",
+            ["queue_depth"],
+            {(str(depth),): count for depth, count in self._by_depth.items()},
+        )
+        yield self._counter(
+            "engine_device_seconds",
+            "Time while there was work, by what the device did: busy with a step, or idle",
+            ["state"],
+            {("busy",): self._busy_s, ("idle",): self._idle_s},
+        )
+        yield self._counter(
+            "engine_telling_seconds",
+            "Time of the engine's thread that telling of its steps took",
+            [],
+            {(): self._told_s},
+        )
+        yield self._counter(
+            "engine_step_tokens", "Tokens that steps computed", [], {(): self._tokens}
+        )
+        yield self._counter(
+            "engine_padded_tokens",
+            "Tokens that steps computed for nobody, to fit a recording",
+            [],
+            {(): self._padded},
+        )
+
+    def _counter(
+        self, name: str, help_text: str, labels: list[str], values: Mapping[tuple[str, ...], float]
+    ) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"termgen_{name}", help_text, labels=["model", *labels])
+        for label_values, value in values.items():
+            family.add_metric([self._model, *label_values], value)
+        return family
+
+
+# -- the server --------------------------------------------------------------------------
+
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-"""By sleep level, in vLLM's words."""
+"""vLLM's words, by sleep level."""
 WAITING_REASONS = ("capacity", "deferred")
-"""vLLM's: nothing is free for them, or something else than that holds them back for a while."""
+"""vLLM's words: capacity, where no room is free; deferred, where the engine is paused."""
 
 
 @dataclass(slots=True)
 class _SinceStart:
-    """Counts the engine keeps itself, as it last reported them."""
+    """Counts of the engine, as it last reported them."""
 
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -48,7 +189,7 @@ class _SinceStart:
 
 
 class _SinceStartCollector(Collector):
-    """Exposes `_SinceStart` as counters: they already are sums, there is nothing to add up."""
+    """Exposes `_SinceStart` as counters: they are sums already."""
 
     def __init__(self, counts: _SinceStart, model: str) -> None:
         self._counts = counts
@@ -155,7 +296,7 @@ class ServerMetrics:
         self._add_counts(model)
 
     def _add_counts(self, model: str) -> None:
-        """What is counted from the start on, and what is made of these."""
+        """Add the metrics that count from the start."""
         self._disconnects = Counter(
             "termgen_client_disconnects",
             "Clients that left before their answer was complete",
@@ -200,7 +341,7 @@ class ServerMetrics:
         self._rejected.labels(self._model, reason).inc()
 
     def on_events(self, events: Iterable[EngineEvent], *, num_dropped: int = 0) -> None:
-        """Account for what the engine published since the last call."""
+        """Count what the engine published since the last call."""
         self._since_start.num_dropped = num_dropped
         steps = [event for event in events if isinstance(event, StepRecord)]
         if steps:
@@ -213,11 +354,11 @@ class ServerMetrics:
             self._on_heartbeat(newest.applied_ns)
 
     def on_grammars(self, totals: Callable[[], GrammarTotals]) -> None:
-        """Once: who to ask what grammars took."""
+        """Register the metrics of grammars, once."""
         self._registry.register(GrammarMetrics(self._model, totals))
 
     def on_memory(self, ledger: MemoryLedger) -> None:
-        """Once: an engine takes its memory while it starts."""
+        """Set the memory by kind, once: an engine takes its memory while it starts."""
         for kind, nbytes in ledger.parts().items():
             self._memory.labels(self._model, kind).set(nbytes)
 
@@ -265,11 +406,11 @@ class ServerMetrics:
         self._since_start.num_preemptions = state.num_preemptions
 
     def render(self) -> bytes:
-        """Prometheus text."""
+        """All metrics as Prometheus text."""
         return b"".join(generate_latest(registry) for registry in self._shown)
 
 
-# Prometheus metrics of compiling grammars, read from the engine when somebody asks.
+# Metrics of compiling grammars, read from the engine when the metrics are collected.
 
 
 class GrammarMetrics(Collector):
@@ -298,10 +439,8 @@ class GrammarMetrics(Collector):
         yield failures
 
 
-# The metrics again, under the names vLLM has for them: for routers and dashboards made for those.
-#
-# Only what such programs read, and only what means the same here. Nothing is counted twice: values
-# are taken from our own metrics at the moment somebody asks.
+# The metrics under vLLM's names, for routers and dashboards made for those: only metrics that such
+# programs read, and that mean the same here. Values are read from our own metrics on collection.
 
 SAME_NAMES = frozenset(
     {
@@ -327,7 +466,7 @@ OURS, THEIRS = "termgen_", "vllm:"
 
 
 class VLLMNames(Collector):
-    """Reads one registry and belongs to another."""
+    """A registry's metrics under vLLM's names; registered in another registry."""
 
     def __init__(self, source: CollectorRegistry) -> None:
         self._source = source

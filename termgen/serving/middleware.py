@@ -1,7 +1,7 @@
 """Pure ASGI middleware, outermost first: request context, Host check, (`access`), body limit.
 
-`RequestContext` is also the one error handler: whatever a handler or another middleware raises
-becomes a JSON body here. Nothing reads `request.url`, which a client's Host header can bend.
+`RequestContext` is also the one error handler: it turns every exception of a handler or another
+middleware into a JSON body. Nothing reads `request.url`, which a client's Host header can change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from termgen.api.anthropic import anthropic_reply, is_messages_path
+from termgen.api.anthropic import MESSAGES_PATH, anthropic_reply
 from termgen.api.errors import (
     ErrorReply,
     body_too_large,
@@ -36,7 +36,7 @@ logger = logging.getLogger("termgen.server")
 access_logger = logging.getLogger("termgen.server.access")
 
 PROBE_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Asked for every few seconds by machines: their access lines are for debugging."""
+"""Paths that machines poll every few seconds: their access lines are logged at debug level."""
 
 REFUSALS = frozenset(
     {
@@ -45,25 +45,25 @@ REFUSALS = frozenset(
         *("grammar_queue_full", "no_process", "too_many_listeners"),
     }
 )
-"""Codes of errors that turn a request away whatever it asks. Admission counts its own."""
+"""Error codes that refuse a request whatever it asks. Admission counts its own."""
 
 REPEATED_STATUSES = frozenset({401, 403, 429, 503})
-"""Answers to a client that will ask again, and again: one access line a minute is enough."""
+"""Statuses that clients retry again and again: one access line a minute is enough."""
 
 QUIET_S = 60.0
 MAX_REPEATED = 256
 
 CLIENT_CLOSED = 499
-"""Only ever logged: nobody is there to read it."""
+"""A status for the access log only: the client has left."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
 
 class RepeatedLines:
-    """Which access lines would only say what one of the last minute has said.
+    """Detects access lines that repeat one of the last minute.
 
-    A client that waits for a loading server, or retries what a full queue has refused, asks
-    several times a second.
+    A client that waits for a loading server, or retries after a full queue, asks several times a
+    second.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +71,7 @@ class RepeatedLines:
         self._last: dict[tuple[object, ...], float] = {}
 
     def is_new(self, *line: object) -> bool:
-        """Whether to write this line. Notes it if so."""
+        """True if this line should be written. Remembers it."""
         now = self._clock()
         if now - self._last.get(line, -QUIET_S) < QUIET_S:
             return False
@@ -107,7 +107,7 @@ class RequestContext:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if is_messages_path(scope["path"]):
+                if MESSAGES_PATH.fullmatch(scope["path"]):
                     headers["request-id"] = request_id  # where Anthropic's clients look
             await send(message)
 
@@ -147,14 +147,14 @@ class RequestContext:
 
 
 def for_path(scope: Scope, reply: ErrorReply) -> ErrorReply:
-    """The reply in the shape that the clients of this endpoint know."""
-    if is_messages_path(scope["path"]):
+    """The reply in the shape that clients of this endpoint expect."""
+    if MESSAGES_PATH.fullmatch(scope["path"]):
         return anthropic_reply(reply, scope[REQUEST_ID])
     return reply
 
 
 class CrossOrigin(CORSMiddleware):
-    """Starlette's, whose refusals are JSON here, as every other error is."""
+    """Starlette's middleware, with JSON refusals like every other error."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
@@ -172,9 +172,9 @@ class CrossOrigin(CORSMiddleware):
 
 
 class HostCheck:
-    """On a loopback address, answers only to names that mean this machine.
+    """On a loopback address, rejects requests for other hosts than this machine.
 
-    A web page whose own name was rebound to 127.0.0.1 reaches us with its name as Host.
+    A web page whose own name was rebound to 127.0.0.1 sends its name as Host.
     """
 
     def __init__(self, app: ASGIApp, *, host: str, allowed: Sequence[str]) -> None:

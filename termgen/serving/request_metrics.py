@@ -1,15 +1,20 @@
-"""Prometheus metrics of requests: how many tokens, how long, how they ended.
+"""Prometheus metrics of requests: token counts, durations, outcomes; and reports of single
+requests.
 
-`RequestMeter` sees every delta of one engine request. What is told of every token is counted in
-plain numbers and read when somebody asks; what is told once a request goes the usual way.
+`RequestMeter` sees every delta of one engine request. Metrics that change with every token are
+plain numbers, read when the metrics are collected; those of a whole request are
+prometheus_client's. A report, for the log or a trace, has counts and times, never text.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -35,7 +40,7 @@ N_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 
 
 class TokenMetrics(Collector):
-    """What every token tells: no locks, since one thread uses it."""
+    """Metrics that change with every token; without locks, since one thread uses them."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -63,7 +68,7 @@ class TokenMetrics(Collector):
 
 
 class RequestMetrics:
-    """Of all requests of one server."""
+    """Metrics of all requests of one server."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
@@ -197,7 +202,7 @@ class RequestMeter:
         self.num_output_tokens = 0
         self.finish_reasons: list[str] = []
         self.timings: RequestTimings | None = None
-        """Of the completion that ended last."""
+        """Timings of the completion that ended last."""
         metrics.begun(job)
 
     def on_delta(self, delta: TokenDelta) -> None:
@@ -230,3 +235,89 @@ class RequestMeter:
         if delta.timings is not None:
             self.timings = delta.timings
             self._metrics.on_timings(delta.timings, delta.num_output_tokens)
+
+
+# -- reports -----------------------------------------------------------------------------
+
+
+logger = logging.getLogger("termgen.server.requests")
+
+OPERATIONS = {"/v1/completions": "text_completion"}
+"""OpenTelemetry's names of operations; every other path that generates is a `chat`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReport:
+    """One HTTP request that was given to the engine."""
+
+    request_id: str
+    """The value of `x-request-id`."""
+    answer_id: str
+    path: str
+    model: str
+    traceparent: str | None
+    """The client's own trace, as it sent it."""
+    num_choices: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    finish_reasons: tuple[str, ...]
+    outcome: str
+    """`ok`, the code of the error that ended it, or `disconnected while` and where."""
+    timings: tuple[RequestTimings, ...]
+    """Timings of the prompts that were completed."""
+    began_ns: int
+    ended_ns: int
+    """perf_counter_ns."""
+
+    @property
+    def operation(self) -> str:
+        return OPERATIONS.get(self.path, "chat")
+
+    @property
+    def ttft_s(self) -> float | None:
+        found = [t.ttft_s for t in self.timings if t.first_token_ns]
+        return min(found, default=None)
+
+    @property
+    def queue_s(self) -> float | None:
+        return max((t.queue_s for t in self.timings if t.first_scheduled_ns), default=None)
+
+
+class ReportSink(Protocol):
+    def add(self, report: RequestReport) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RequestLog:
+    """Logs one line a request."""
+
+    def add(self, report: RequestReport) -> None:
+        logger.info(
+            "%s %s %s: %d prompt tokens (%d cached), %d choices, %d tokens, %s; queue %s, first"
+            " token %s, all %.1f ms; %s",
+            report.request_id,
+            report.answer_id,
+            report.path,
+            report.num_prompt_tokens,
+            report.num_cached_tokens,
+            report.num_choices,
+            report.num_output_tokens,
+            "/".join(sorted(set(report.finish_reasons))) or "unfinished",
+            _ms(report.queue_s),
+            _ms(report.ttft_s),
+            (report.ended_ns - report.began_ns) / 1e6,
+            report.outcome,
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def total(counts: Sequence[int | None]) -> int:
+    return sum(count or 0 for count in counts)

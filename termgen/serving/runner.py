@@ -1,8 +1,8 @@
-"""Sockets, signals and the end: `Server` for embedding, `run_server` for plain `termgen serve`.
+"""Sockets, signals and shutdown: `Server` for embedding, `run_server` for plain `termgen serve`.
 
-Stopping drains: new requests get 503 while those under way finish, up to the drain timeout; what is
-left then ends with an error frame. The port is taken before the model is loaded, so that a port in
-use costs no waiting, and `/health` says `loading` meanwhile.
+Stopping drains: new requests get 503 while running ones finish, up to the drain timeout; the rest
+ends with an error frame. The port is taken before the model is loaded, so that a port in use is
+reported at once, and `/health` says `loading` meanwhile.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from termgen.vocabulary.startup_phases import READY
 logger = logging.getLogger("termgen.server")
 
 KEEP_ALIVE_S = 75
-"""Idle connections of clients that pool them; shorter makes them race with our closing."""
+"""Timeout of idle connections; a shorter one would race with clients that pool them."""
 CLOSE_GRACE_S = 3
-"""For connections to flush once every answer has ended."""
+"""Time for connections to flush once every answer has ended."""
 ABORT_GRACE_S = 2.0
-"""For answers that were told to end to write their error frame."""
+"""Time for aborted answers to write their error frame."""
 
 Progress = Callable[[str, float], None]
 StartEngine = Callable[[Progress], Awaitable[EngineClient]]
@@ -42,7 +42,7 @@ StopEngine = Callable[[], Awaitable[None]]
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without signal handlers of its own, and with an event for the moment it listens."""
+    """uvicorn's server without its signal handlers, and with an event for the moment it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -95,11 +95,11 @@ class Server:
         self._state.attach(engine)
 
     def on_loading(self, phase: str, fraction: float) -> None:
-        """How far the engine's start is: /health and the answers 503 `loading` tell it."""
+        """Note the progress of the engine's start, for /health and the answers 503 `loading`."""
         self._state.on_loading(phase, fraction)
 
     def bind(self) -> None:
-        """Take the port. Raises `ConfigError` when that is not possible. Done by `serve` too."""
+        """Take the port, as `serve` does too. Raises `ConfigError` when that is not possible."""
         if self._socket is None:
             self._check_access()
             self._socket = _bind(self._config.host, self._config.port)
@@ -120,7 +120,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where clients reach it; known once the port is taken."""
+        """The address for clients; known once the port is taken."""
         assert self._url is not None, "bind first"
         return self._url
 
@@ -168,7 +168,7 @@ class Server:
             self._socket.close()
 
     def stop_now(self) -> None:
-        """End what is under way instead of waiting for it. For the impatient second signal."""
+        """End running answers instead of waiting for them, on a second signal."""
         self._state.is_draining = True
         self._state.fail_all()
         self._state.end_what_waits()
@@ -182,7 +182,7 @@ def _bind(host: str, port: int) -> socket.socket:
         )
     except OSError as error:
         raise ConfigError(f"host {host!r} cannot be resolved: {error}", param="host") from None
-    # of a name with several addresses take the IPv4 one: every client tries it
+    # prefer the IPv4 address of a name: every client tries it
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -205,8 +205,9 @@ def run_server(
 ) -> int:
     """Serve until SIGINT or SIGTERM; a second one stops at once. Returns the exit code, 0.
 
-    `on_progress` is told how loading goes, `on_ready` the URL once the model answers; both default
-    to log lines. Raises `ConfigError` (the port) and whatever `start_engine` raises.
+    `on_progress` is called with the progress of loading, `on_ready` with the URL once the model
+    answers; both default to log lines. Raises `ConfigError` (the port) and any error of
+    `start_engine`.
     """
     handler = _log_to_stderr()
     try:
@@ -287,7 +288,7 @@ async def _stop(server: Server, signals: _Signals) -> None:
 
 
 async def _first(*awaitables: Any) -> None:
-    """Wait until one is done; what was only a coroutine is cancelled, tasks go on."""
+    """Wait until one is done. Coroutines are cancelled then, tasks go on."""
     futures = [asyncio.ensure_future(a) for a in awaitables]
     try:
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -1,30 +1,30 @@
-"""What the parts of one server share: its engine, its metrics, and which answers are under way."""
+"""The shared state of one server: its engine, its metrics, and the answers under way."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any, Protocol
 
+from starlette.requests import Request
+
 from termgen.api.errors import request_aborted, unavailable
-from termgen.api.models import served_names
+from termgen.api.fields import served_names
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.errors import EngineDeadError, EngineError, LoadingError
 from termgen.serving.access import Caller, KeyRing, Role
-from termgen.serving.admission import AdmissionControl
-from termgen.serving.body_room import BodyRoom
-from termgen.serving.engine_pictures import SNAPSHOT_TIMEOUT_S
-from termgen.serving.event_hub import EventHub
+from termgen.serving.admission import AdmissionControl, BodyMemory
+from termgen.serving.event_hub import SNAPSHOT_TIMEOUT_S, EventHub
 from termgen.serving.json_process import JSONProcess
 from termgen.serving.metrics import ServerMetrics
-from termgen.serving.request_report import ReportSink, RequestLog, RequestReport
+from termgen.serving.request_metrics import ReportSink, RequestLog, RequestReport
 from termgen.vocabulary.events import EventRing
 
 EVENT_RING_CAPACITY = 16_384
 
 
 class Cancellable(Protocol):
-    """An answer under way, as far as stopping it is concerned."""
+    """An answer under way that can be stopped."""
 
     caller: Caller | None
 
@@ -34,7 +34,7 @@ class Cancellable(Protocol):
 
 
 class ServerState:
-    """Owned by the event loop."""
+    """The state of one server. Owned by the event loop."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -43,11 +43,11 @@ class ServerState:
         self.is_draining = False
         self.loading_phase = ""
         self.loading_progress = 0.0
-        """Share of the phase that is done, 0 to 1."""
+        """Finished share of the phase, 0 to 1."""
         self.hub: EventHub | None = None
-        """Of those who listen to the engine's events."""
+        """Events of the engine, for listeners."""
         self.large_bodies = JSONProcess()
-        self.body_room = BodyRoom(config.max_body_memory)
+        self.body_memory = BodyMemory(config.max_body_memory)
         self._sinks = _report_sinks(config)
         self.keys = KeyRing(config)
         self.admission = AdmissionControl(
@@ -59,7 +59,7 @@ class ServerState:
         self._is_idle.set()
 
     def attach(self, engine: EngineClient) -> None:
-        """Begin to serve this engine. Once."""
+        """Begin to serve this engine. Called once."""
         assert self.engine is None, "a server has one engine"
         self.metrics = ServerMetrics(
             self.names_for(engine)[0], vllm_names=self.config.metrics_compat == "vllm"
@@ -78,28 +78,28 @@ class ServerState:
         self.engine = engine
 
     def on_loading(self, phase: str, fraction: float) -> None:
-        """Note how far loading is, for those who ask. From any thread."""
+        """Note the progress of loading. May be called from any thread."""
         self.loading_phase = phase
         self.loading_progress = round(min(max(fraction, 0.0), 1.0), 3)
 
     @property
     def status_body(self) -> dict[str, Any]:
-        """`status`, and while the model loads its phase."""
+        """`status`, and the phase while the model loads."""
         if self.status != "loading" or not self.loading_phase:
             return {"status": self.status}
         told = {"phase": self.loading_phase, "progress": self.loading_progress}
         return {"status": "loading", **told}
 
     def detach(self) -> None:
-        """Let go of the engine's events, and of the process for large bodies."""
+        """Close the engine's events and the process for large bodies."""
         self.end_what_waits()
         if self.engine is not None and self._ring is not None:
             self.engine.close_events(self._ring)
             self._ring = None
 
     def end_what_waits(self) -> None:
-        """End what is no answer yet, or never: bodies that are parsed get 503, streams of events
-        end; new ones do so at once."""
+        """End work that is not an answer: bodies that are parsed get 503, and streams of events
+        end; later ones do so at once."""
         self.large_bodies.close()
         if self.hub is not None:
             self.hub.close()
@@ -109,7 +109,7 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """`ok`, or why new requests are refused: loading, draining, engine_dead, asleep."""
+        """`ok`, or the reason for refusing new requests: loading, draining, engine_dead, asleep."""
         if self.engine is None:
             return "loading"
         if not self.engine.is_healthy:
@@ -119,7 +119,7 @@ class ServerState:
         return "asleep" if self.engine.sleep_level else "ok"
 
     def require_engine(self) -> EngineClient:
-        """The engine, if a new request may be given to it now."""
+        """The engine, if it can be given a new request now."""
         status = self.status
         if status == "loading":
             raise LoadingError(self.loading_phase, self.loading_progress)
@@ -131,7 +131,8 @@ class ServerState:
         return self.engine
 
     def check_awake(self) -> None:
-        """Raises RequestError while the engine sleeps: a new answer would wait for who knows."""
+        """Raises RequestError while the engine sleeps: a new answer would wait for an unknown
+        time."""
         if self.status == "asleep":
             raise unavailable("asleep", "The engine sleeps; try again when it has been woken up")
 
@@ -144,7 +145,7 @@ class ServerState:
         return self.hub
 
     def drain_events(self) -> None:
-        """Tell admission and metrics what the engine has published."""
+        """Pass the engine's published events to admission and metrics."""
         if self._ring is not None and self.metrics is not None:
             events = self._ring.drain()
             self.admission.on_events(events)
@@ -152,12 +153,12 @@ class ServerState:
             self.metrics.on_events(events, num_dropped=num_dropped)
 
     def refused(self, reason: str) -> None:
-        """Count a request that was turned away."""
+        """Count a refused request."""
         if self.metrics is not None:
             self.metrics.rejected(reason)
 
     async def render_metrics(self) -> bytes:
-        """Prometheus text; with an engine that does not answer, what is known of it."""
+        """Prometheus text; where the engine does not answer, of its last known state."""
         if self.engine is None or self.metrics is None:
             return b""
         self.drain_events()
@@ -178,7 +179,7 @@ class ServerState:
             sink.add(report)
 
     def close_reports(self) -> None:
-        """Send what has not been sent yet. Takes a moment: not for the event loop."""
+        """Send the remaining reports. Takes a moment: not for the event loop."""
         for sink in self._sinks:
             sink.close()
 
@@ -198,7 +199,7 @@ class ServerState:
         return len(self._answers)
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Whether everything under way ended in time."""
+        """Whether all answers ended in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()
@@ -207,7 +208,8 @@ class ServerState:
         return True
 
     def cancel(self, caller: Caller, name: str) -> bool:
-        """End this caller's answers of that name, an admin's anybody's; whether there are any."""
+        """End this caller's answers of that name, for an admin any caller's; returns whether there
+        are any."""
         is_admin = caller.role is Role.ADMIN
         found = [
             answer
@@ -231,3 +233,8 @@ def _report_sinks(config: ServerConfig) -> list[ReportSink]:
 
         sinks.append(TraceExporter(config.otlp_traces_endpoint))
     return sinks
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state

@@ -1,8 +1,8 @@
 """Traces of requests for OpenTelemetry: one span each, made when the request is over.
 
 Needs the extra `otel`, and is imported only when `--otlp-traces-endpoint` is set. Names follow
-OpenTelemetry's conventions for generative AI. Sent by a thread of the library, in batches; what
-cannot be sent is dropped.
+OpenTelemetry's conventions for generative AI. A thread of the library sends the spans in batches;
+spans that cannot be sent are dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from termgen import __version__
 from termgen.errors import ConfigError
-from termgen.serving.request_report import RequestReport
+from termgen.serving.request_metrics import RequestReport
 
 INSTALL_HINT = "traces need OpenTelemetry: pip install 'termgen[otel]'"
 
@@ -63,7 +63,7 @@ class TraceExporter:
         span.end(report.ended_ns + offset_ns)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 

@@ -1,10 +1,13 @@
-"""The two messages between the host half (decides) and the device half (computes).
+"""A step as messages: to the device, back from it, and on to the front ends.
 
 A `StepPlan` says what one step computes; a `StepResult` is its outcome. Neither holds a tensor, so
 both can be stored or sent to another process. Results are read through the plan they answer, never
 through live request state: a row whose (slot, epoch) is no longer current is dropped. This rule
-prevents most errors of steps that run ahead. Both are named tuples because they are built in every
-step: a frozen dataclass with as many fields takes three times as long.
+prevents most errors of steps that run ahead. A `StepDelivery` goes to the front end once per step:
+arrays, not text. The front end maps (slot, epoch) to its own request through `started`.
+
+Plan and result are named tuples because they are built in every step: a frozen dataclass with as
+many fields takes three times as long.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from termgen.errors import TermgenError
 from termgen.vocabulary.memory_ledger import MemoryLedger
-from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.request import FinishReason, IntArray
 from termgen.vocabulary.sampling_params import SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
@@ -223,3 +227,80 @@ class DeviceInfo:
     """CPU threads that run the model; 0 on a GPU."""
     num_cores: int = 0
     """Cores that this process may use."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRow:
+    """A request that got a slot, for the first time or after a preemption."""
+
+    request_id: str
+    slot: int
+    epoch: int
+    num_cached_tokens: int
+    """Prefix-cache hits, in tokens, when it was first scheduled."""
+    first_scheduled_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """A finished request; comes in the same delivery as its last token, or in a later one."""
+
+    request_id: str
+    reason: FinishReason
+    stop_token_id: int | None
+    """The token that ended it, unless that is an end-of-sequence token."""
+    stopped_by_token: bool
+    """The last token is a stop or end-of-sequence token: it is reported without its text."""
+    error: TermgenError | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens that a step computed for one row."""
+
+    slot: int
+    epoch: int
+    start: int
+    """Index in the prompt of the first of these tokens."""
+    logprobs: StepLogprobs
+
+    @classmethod
+    def of_step(cls, plan: StepPlan, result: StepResult) -> tuple[PromptLogprobs, ...]:
+        """Log-probabilities for every row of the plan; they are valid even if it lost its slot."""
+        values = result.prompt_logprobs
+        if values is None:
+            return ()
+        parts = []
+        end = 0
+        for span in plan.prompt_spans:
+            begin, end = end, end + span.num_tokens
+            part = StepLogprobs(
+                values.token_ids[begin:end], values.logprobs[begin:end], values.ranks[begin:end]
+            )
+            slot, epoch = int(plan.slots[span.row]), int(plan.epochs[span.row])
+            parts.append(cls(slot, epoch, span.start + 1, part))
+        return tuple(parts)
+
+
+class StepDelivery(NamedTuple):
+    """One step's output. Apply in this order: `started`, `prompt_logprobs`, tokens, `finished`."""
+
+    step_id: int
+    time_ns: int
+    """perf_counter_ns when the tokens reached the host."""
+    started: tuple[StartedRow, ...]
+    slots: IntArray
+    """[num_rows] slots of the rows that produced tokens."""
+    epochs: IntArray
+    """[num_rows]"""
+    num_tokens: IntArray
+    """[num_rows] tokens that each produced."""
+    token_ids: IntArray
+    """[sum(num_tokens)]"""
+    logprobs: StepLogprobs | None
+    """Rows aligned with `slots`."""
+    finished: tuple[FinishedRow, ...]
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -9,7 +9,7 @@ import pytest
 from bridge_harness import HI, play, prompt_of
 from tools_harness import F, chat
 
-from termgen.api import anthropic_input, responses, responses_input
+from termgen.api import anthropic, responses, responses_input
 from termgen.api.anthropic import _input_of
 from termgen.api.chat import parse_chat
 from termgen.api.chat_bridge import CallNews, EndNews, News, TextNews, turns_of
@@ -22,9 +22,9 @@ QWEN = ToolFormat(knows_tools=True, template_variables=("messages", "enable_thin
 EFFORT = ToolFormat(knows_tools=True, template_variables=("reasoning_effort",))
 
 
-def messages(tool_format: ToolFormat = NOTHING, **fields: Any) -> anthropic_input.MessagesRequest:
+def messages(tool_format: ToolFormat = NOTHING, **fields: Any) -> anthropic.MessagesRequest:
     body = {"max_tokens": 9, "messages": HI, **fields}
-    return anthropic_input.parse_messages(body, model="m", defaults={}, tool_format=tool_format)
+    return anthropic.parse_messages(body, model="m", defaults={}, tool_format=tool_format)
 
 
 def ask(tool_format: ToolFormat = NOTHING, **fields: Any) -> responses_input.ResponsesRequest:

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lengths import scaled
 
-from termgen.api import anthropic_input, responses_input
+from termgen.api import anthropic, responses_input
+from termgen.api.chat import CHAT
 from termgen.api.chat_bridge import CHAT_WORDS, SHARED_FIELDS, renamed
-from termgen.api.document import REFUSED, taken
 from termgen.api.errors import reply_for
-from termgen.api.parameter_types import CHAT
 from termgen.errors import OverloadedError, RequestError
 from termgen.vocabulary.tool_format import ToolFormat
 
@@ -24,34 +23,18 @@ CONTEXT: dict[str, Any] = {
     "tool_format": ToolFormat(knows_tools=True),
 }
 PARSERS: dict[str, Any] = {
-    "messages": anthropic_input.parse_messages,
+    "messages": anthropic.parse_messages,
     "responses": responses_input.parse_responses,
 }
 BODIES: dict[str, dict[str, Any]] = {
     "messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]},
     "responses": {"input": "x"},
 }
-OWN = {
-    "messages": (anthropic_input.HARMLESS, anthropic_input.REFUSED),
-    "responses": (responses_input.HARMLESS, responses_input.REFUSED),
+ENDPOINTS = {"messages": anthropic.MESSAGES, "responses": responses_input.RESPONSES}
+NAMES = {
+    name: sorted({*body.fields, *body.harmless, *body.refused} - {"model"})
+    for name, body in ENDPOINTS.items()
 }
-
-
-def asked_names(endpoint: str) -> list[str]:
-    """The fields that a parser reads, and those that its tables name."""
-    asked: set[str] = set()
-
-    class Watched(dict[str, Any]):
-        def get(self, name: str, default: Any = None) -> Any:
-            asked.add(name)
-            return super().get(name, default)
-
-    PARSERS[endpoint](Watched(BODIES[endpoint]), **CONTEXT)
-    harmless, refused = OWN[endpoint]
-    return sorted({*asked, *harmless, *refused} - {"model"})
-
-
-NAMES = {endpoint: asked_names(endpoint) for endpoint in PARSERS}
 OTHERS: dict[str, tuple[str, ...]] = {
     "min_tokens": ("max_tokens", "max_output_tokens"),
     "stream": ("sse_ping_interval",),
@@ -156,7 +139,7 @@ def test_responses_take_stop_and_top_k_too() -> None:
 @pytest.mark.parametrize("endpoint", list(PARSERS))
 def test_a_field_of_chats_is_taken_or_refused(endpoint: str) -> None:
     """`stream_options` adds nothing: these streams always include their usage."""
-    others = {*taken(CHAT), *REFUSED[CHAT], "n"} - {*NAMES[endpoint], "model", "stream_options"}
+    others = {*CHAT.fields, *CHAT.refused, "n"} - {*NAMES[endpoint], "model", "stream_options"}
     assert others <= CHAT_WORDS.keys(), "say which of their values ask for nothing"
     for name in others:
         with pytest.raises(RequestError) as caught:

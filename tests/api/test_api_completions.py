@@ -13,8 +13,9 @@ from termgen.api.completions import (
     completion_response,
     parse_completion,
 )
+from termgen.api.fields import resolve_model, served_names
 from termgen.api.logprobs import TextLogprobs
-from termgen.api.models import model_list, resolve_model, served_names
+from termgen.api.models import model_list
 from termgen.client import FillPrompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
 from termgen.vocabulary.request import FinishReason

@@ -13,15 +13,17 @@ from lengths import scaled
 
 from termgen.api.chat import parse_chat
 from termgen.api.completions import parse_completion
-from termgen.api.document import IGNORED, REFUSED, taken
+from termgen.api.document import ENDPOINTS
 from termgen.api.errors import reply_for
-from termgen.api.parameter_types import CHAT, COMPLETIONS
 from termgen.engine.text.input_processor import InputProcessor
 from termgen.errors import RequestError
 from termgen.vocabulary.sampling_params import SamplingParams
 
 VOCAB = 50
-NAMES = {e: sorted({*taken(e), *REFUSED[e], *IGNORED[e]} - {"model"}) for e in (CHAT, COMPLETIONS)}
+NAMES = {
+    name: sorted({*body.fields, *body.refused, *body.harmless} - {"model"})
+    for name, body in ENDPOINTS.items()
+}
 OTHERS: dict[str, tuple[str, ...]] = {
     "min_tokens": ("max_tokens",),
     "stream": ("stream_options", "prompt_logprobs", "sse_ping_interval"),
@@ -53,9 +55,9 @@ quick = settings(max_examples=scaled(120), deadline=None, print_blob=True)
 def process(endpoint: str, body: dict[str, Any]) -> None:
     """Process a body as the server does, up to the engine. The prompt is ids, so no tokenizer is
     needed."""
-    parse: Any = parse_chat if endpoint == CHAT else parse_completion
+    parse: Any = parse_chat if endpoint == "chat" else parse_completion
     request = parse(body, model="m", defaults={})
-    jobs = [request.job] if endpoint == CHAT else request.jobs
+    jobs = [request.job] if endpoint == "chat" else request.jobs
     processor = InputProcessor(None, 64, VOCAB, has_priorities=True)
     for job in jobs:
         given = processor.process(
@@ -72,7 +74,7 @@ def process(endpoint: str, body: dict[str, Any]) -> None:
             assert all(0 <= token_id < VOCAB for token_id in ids)
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
 @given(data=st.data())
 @quick
 def test_one_odd_field_is_taken_or_named(endpoint: str, data: st.DataObject) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from msgspec import Meta, Struct
 
 from termgen.api.errors import ErrorReply, http_reply, reply_for
 from termgen.api.fields import (
-    Fields,
+    MAX_FIELDS,
+    Endpoint,
     check_depth,
+    declared,
     ignored_header,
     is_empty,
     is_number,
     never,
     parse_json,
+    read,
 )
 from termgen.api.sse import DONE, error_frames, frame
 from termgen.errors import (
@@ -59,24 +63,38 @@ def test_good_json_is_read_as_it_is() -> None:
     assert body == {"a": "👋 ü", "b": [1, -2500.0, True, None]}
 
 
+class Inner(Struct):
+    i: Annotated[int, Meta(ge=0, le=1)] | None = None
+
+
+class Body(Struct):
+    string: str | None = None
+    boolean: bool = False
+    is_on: bool = True
+    number: float | None = None
+    integer: Annotated[int, Meta(ge=0, le=10)] | None = None
+    object: Inner | None = None
+    anything: Any = None
+
+
 def test_values_keep_their_types_and_null_means_absent() -> None:
-    body = Fields({"s": "x", "i": 3, "f": 0.5, "b": True, "o": {"i": 1}, "null": None})
-    assert body.string("s") == "x"
-    assert body.integer("i", low=0, high=5) == 3
-    assert body.number("f") == 0.5
-    assert body.number("i") == 3
-    assert body.boolean("b") is True
-    inner = body.object("o")
-    assert inner is not None and inner.integer("i", low=0, high=1) == 1
-    for read in (body.string, body.number, body.object, body.take):
-        assert read("null") is None
-        assert read("absent") is None
-    assert body.boolean("null", True) is True
-    assert body.integer("null", low=0, high=1) is None
+    given = {"string": "x", "integer": 3, "number": 0.5, "boolean": True, "object": {"i": 1}}
+    body = read(Body, given)
+    assert body.string == "x"
+    assert body.integer == 3
+    assert body.number == 0.5
+    assert read(Body, {"number": 3}).number == 3
+    assert body.boolean is True
+    assert body.object is not None and body.object.i == 1
+    nulls = read(Body, {**dict.fromkeys(declared(Body)), "object": {"i": None}})
+    for empty in (nulls, read(Body, {})):
+        assert empty.string is empty.number is empty.integer is empty.anything is None
+        assert empty.is_on is True and empty.boolean is False
+    assert nulls.object is not None and nulls.object.i is None
 
 
 @pytest.mark.parametrize(
-    ("method", "value"),
+    ("name", "value"),
     [
         ("string", 1),
         ("string", ["x"]),
@@ -89,17 +107,21 @@ def test_values_keep_their_types_and_null_means_absent() -> None:
         ("object", "x"),
     ],
 )
-def test_wrong_types_name_the_field(method: str, value: Any) -> None:
+def test_wrong_types_name_the_field(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
-        getattr(Fields({"field": value}, "outer."), method)("field")
-    assert caught.value.param == "outer.field"
+        read(Body, {name: value}, "outer.")
+    assert caught.value.param == f"outer.{name}"
     assert caught.value.code == "invalid_value"
+    with pytest.raises(RequestError, match="object.i must be an integer, not 'x'"):
+        read(Body, {"object": {"i": "x"}})
 
 
-@pytest.mark.parametrize("value", [True, 1.0, "1", 11, -1, [1]])
+@pytest.mark.parametrize("value", [True, 1.0, "1", 11, -1, [1], 2**70])
 def test_integers_are_integers_within_their_range(value: Any) -> None:
-    with pytest.raises(RequestError):
-        Fields({"field": value}).integer("field", low=0, high=10)
+    with pytest.raises(RequestError) as caught:
+        read(Body, {"integer": value})
+    wanted = "between 0 and 10" if value in (11, -1, 2**70) else "an integer"
+    assert str(caught.value) == f"integer must be {wanted}, not {value!r}"
 
 
 def test_messages_show_only_the_beginning_of_a_huge_value() -> None:
@@ -108,19 +130,27 @@ def test_messages_show_only_the_beginning_of_a_huge_value() -> None:
         deep = [deep]
     for value in ("x" * 10**6, deep, list(range(10**5))):
         with pytest.raises(RequestError) as caught:
-            Fields({"f": value}).number("f")
+            read(Body, {"number": value})
         assert len(str(caught.value)) < 120
 
 
-def test_finish_refuses_what_is_known_and_names_what_is_not() -> None:
-    refused = {"tools": is_empty, "audio": never}
-    body = Fields({"seen": 1, "user": "u", "tools": [], "audio": None, "foo": 1, "bar": None})
-    body.take("seen")
-    names = body.finish(harmless=frozenset({"user"}), refused=refused)
-    assert names == ("foo", "bar")
+@pytest.mark.parametrize(("data", "param"), [({}, None), ({"object": {}}, "object")])
+def test_an_object_of_too_many_fields_is_refused(data: dict[str, Any], param: str | None) -> None:
+    many = data["object"] if param else data
+    many |= {f"name{i}": None for i in range(MAX_FIELDS + 1)}
+    with pytest.raises(RequestError, match="has more than 1000 fields") as caught:
+        read(Body, data)
+    assert caught.value.param == param
+
+
+def test_what_is_known_is_refused_and_what_is_not_is_named() -> None:
+    endpoint = Endpoint((Body,), frozenset({"user"}), {"tools": is_empty, "audio": never})
+    body = {"string": 1, "user": "u", "tools": [], "audio": None, "foo": 1, "bar": None}
+    assert endpoint.unknown(body) == ("foo", "bar")
+    assert endpoint.unknown({"object": {"i": 1, "j": 2}}) == ("object.j",)
     for data in ({"tools": [{}]}, {"audio": {}}):
         with pytest.raises(RequestError) as caught:
-            Fields(data).finish(harmless=frozenset(), refused=refused)
+            endpoint.unknown(data)
         assert caught.value.code == "unsupported_parameter"
         assert caught.value.param == next(iter(data))
 

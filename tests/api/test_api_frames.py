@@ -11,8 +11,7 @@ import pytest
 from fake_engine import make_model_info
 
 from termgen.api import sse
-from termgen.api.anthropic import MessageStream
-from termgen.api.anthropic_input import parse_messages
+from termgen.api.anthropic import MessageStream, parse_messages
 from termgen.api.chat import ChatStream, parse_chat
 from termgen.api.completions import CompletionStream, parse_completion
 from termgen.api.responses import ResponseStream

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from termgen.api.anthropic import MessageStream, message_response
-from termgen.api.anthropic_input import parse_messages
+from termgen.api.anthropic import MessageStream, message_response, parse_messages
 from termgen.api.chat import ChatStream, chat_response, parse_chat
 from termgen.api.responses import ResponseStream, response_object
 from termgen.api.responses_input import parse_responses

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from termgen.api import anthropic_input, responses_input
+from termgen.api import anthropic, responses_input
 from termgen.api.chat_bridge import CallNews, ChatNews, EndNews, News, TextNews, Usage
 from termgen.client import ChatPrompt
 from termgen.vocabulary.tool_format import ToolFormat
@@ -30,8 +30,8 @@ CALLS: list[News] = [
 ]
 
 
-def messages(**fields: Any) -> anthropic_input.MessagesRequest:
-    return anthropic_input.parse_messages({"max_tokens": 9, "messages": HI, **fields}, **CONTEXT)
+def messages(**fields: Any) -> anthropic.MessagesRequest:
+    return anthropic.parse_messages({"max_tokens": 9, "messages": HI, **fields}, **CONTEXT)
 
 
 def prompt_of(chat: Any) -> ChatPrompt:

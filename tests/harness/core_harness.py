@@ -15,10 +15,17 @@ from fake_executor import make_core
 from scripted_device import VOCAB, DeviceFailure, ScriptedDevice, next_token
 
 from termgen.engine.loop.executor import StepHandle
-from termgen.vocabulary.delivery import FinishedRow, StepDelivery
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import DeviceInfo, GraphStatus, StepLogprobs, StepPlan, StepResult
+from termgen.vocabulary.step import (
+    DeviceInfo,
+    FinishedRow,
+    GraphStatus,
+    StepDelivery,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+)
 from termgen.vocabulary.token_mask import RowMasks
 
 NO_EOS = VOCAB

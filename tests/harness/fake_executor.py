@@ -11,8 +11,14 @@ from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.executor import Executor, StepHandle
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
-from termgen.vocabulary.delivery import StepDelivery
-from termgen.vocabulary.step import AddedRow, DeviceInfo, GraphStatus, StepPlan, StepResult
+from termgen.vocabulary.step import (
+    AddedRow,
+    DeviceInfo,
+    GraphStatus,
+    StepDelivery,
+    StepPlan,
+    StepResult,
+)
 from termgen.vocabulary.token_mask import RowMasks
 
 

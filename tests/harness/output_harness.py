@@ -10,10 +10,9 @@ import numpy as np
 from termgen.client import TokenDelta
 from termgen.engine.text.output import OutputProcessor
 from termgen.errors import StepError
-from termgen.vocabulary.delivery import FinishedRow, StartedRow, StepDelivery
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import StepLogprobs
+from termgen.vocabulary.step import FinishedRow, StartedRow, StepDelivery, StepLogprobs
 
 EOS = 2
 

@@ -27,10 +27,10 @@ import termgen.api.chat as chat
 from termgen.api.fields import parse_json
 from termgen.errors import OverloadedError, RequestError
 from termgen.serving import json_process
-from termgen.serving import json_weight as module
+from termgen.serving import json_program as module
 from termgen.serving.connection import Connection
 from termgen.serving.json_process import JSONProcess
-from termgen.serving.json_weight import check_weight
+from termgen.serving.json_program import check_weight
 from termgen.system import helper_process
 
 json_values = st.recursive(

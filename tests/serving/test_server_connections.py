@@ -93,7 +93,7 @@ async def test_a_long_answer_is_no_slow_head(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_body_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("termgen.serving.reading.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("termgen.serving.handlers.BODY_TIMEOUT_S", 0.1)
     engine = FakeEngine()
     async with serving(engine) as server:
         reader, writer = await asyncio.open_connection(*address(server))

@@ -18,7 +18,7 @@ from real_server import serving_tiny
 from server_harness import chat_body, eventually, serving, socket_client
 
 from termgen.serving import event_hub, event_routes
-from termgen.serving.engine_pictures import Picture, Pictures
+from termgen.serving.event_hub import EncodedSnapshot, Snapshots
 from termgen.vocabulary.events import (
     EngineSnapshot,
     EventRing,
@@ -263,19 +263,19 @@ async def test_the_engine_is_asked_once_for_all_who_listen() -> None:
             await gate.wait()
             return make_snapshot(num_finished=asked)
 
-    pictures = Pictures(CountingEngine())
-    looking = [asyncio.create_task(pictures.look()) for _ in range(3)]
+    snapshots = Snapshots(CountingEngine())
+    looking = [asyncio.create_task(snapshots.look()) for _ in range(3)]
     await asyncio.sleep(0)
     looking[0].cancel()  # a client that leaves takes nothing from the others
     await asyncio.sleep(0)
     gate.set()
     one, other = await looking[1], await looking[2]
     assert asked == 1 and one is not None and one is other
-    assert await pictures.look(max_age_s=60) is one
-    new = await pictures.look(max_age_s=0)
+    assert await snapshots.look(max_age_s=60) is one
+    new = await snapshots.look(max_age_s=0)
     assert asked == 2 and new is not None and not new.shows_as(one)
-    pictures.forget()
-    await pictures.look(max_age_s=60)
+    snapshots.forget()
+    await snapshots.look(max_age_s=60)
     assert asked == 3
 
 
@@ -285,8 +285,8 @@ def test_a_state_is_the_same_while_only_time_passes() -> None:
     states = old.block_states.copy()
     states[3] = 1
     later = replace(old, time_ns=old.time_ns + 9, requests=(replace(view, age_s=0.9),))
-    assert Picture(later).shows_as(Picture(old))
-    assert not Picture(old).shows_as(None)
+    assert EncodedSnapshot(later).shows_as(EncodedSnapshot(old))
+    assert not EncodedSnapshot(old).shows_as(None)
     for changed in (
         replace(old, num_waiting=1),
         replace(old, block_states=states),
@@ -295,7 +295,7 @@ def test_a_state_is_the_same_while_only_time_passes() -> None:
         replace(old, requests=()),
         replace(old, requests=(replace(view, num_output_tokens=5),)),
     ):
-        assert not Picture(changed).shows_as(Picture(old))
+        assert not EncodedSnapshot(changed).shows_as(EncodedSnapshot(old))
 
 
 async def test_a_client_that_does_not_read_holds_up_nobody() -> None:

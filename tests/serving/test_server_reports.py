@@ -15,7 +15,7 @@ from server_harness import app_client, chat_body, eventually, serving
 from termgen.client import RequestTimings
 from termgen.config import ServerConfig
 from termgen.errors import ConfigError
-from termgen.serving.request_report import RequestReport
+from termgen.serving.request_metrics import RequestReport
 from termgen.serving.state import ServerState
 from termgen.serving.tracing import TraceExporter
 

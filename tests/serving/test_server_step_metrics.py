@@ -16,8 +16,7 @@ from metrics_harness import samples, value
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from server_harness import app_client
 
-from termgen.serving.metrics import ServerMetrics
-from termgen.serving.step_metrics import STEP_BUCKETS, STEP_TOKEN_BUCKETS
+from termgen.serving.metrics import STEP_BUCKETS, STEP_TOKEN_BUCKETS, ServerMetrics
 from termgen.vocabulary.startup_phases import StartupPhase
 
 

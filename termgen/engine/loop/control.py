@@ -16,8 +16,8 @@ from termgen.client import PauseMode, SleepLevel
 from termgen.engine.schedule.request_queue import first_begun
 from termgen.engine.schedule.scheduler import Scheduler
 from termgen.errors import EngineError, RequestError
-from termgen.vocabulary.delivery import FinishedRow
 from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.step import FinishedRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,18 @@ from termgen.engine.loop.executor import Executor, StepHandle
 from termgen.engine.loop.snapshot import StateCopy, copy_state
 from termgen.engine.schedule.scheduler import AppliedStep, Scheduler
 from termgen.errors import EngineError, RequestError, StepError, TermgenError
-from termgen.vocabulary.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
 from termgen.vocabulary.events import EventBus, StepRecord
 from termgen.vocabulary.request import FinishReason, GenerationRequest, Request
-from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, StepLogprobs, StepPlan, StepResult
+from termgen.vocabulary.step import (
+    MAX_STEPS_IN_FLIGHT,
+    FinishedRow,
+    PromptLogprobs,
+    StartedRow,
+    StepDelivery,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+)
 from termgen.vocabulary.token_mask import RowMasks
 
 

@@ -38,11 +38,11 @@ from termgen.engine.text.text_process import PromptThreads
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import EngineDeadError, EngineError, RequestError
 from termgen.system.cpu_slices import take_short_slices
-from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.events import EngineSnapshot, EventRing
 from termgen.vocabulary.grammar_times import GrammarTotals
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.step import StepDelivery
 
 # A request's deltas on their way to one reader, merged while the reader is behind.
 
@@ -225,7 +225,8 @@ class AsyncEngine:
     def _open(self, request: GenerationRequest, arrival_ns: int) -> DeltaStream:
         if self._death is not None:
             raise self._death.again()
-        self.parts.submit(request, arrival_ns)
+        for completion in self.parts.output_processor.expect(request, arrival_ns):
+            self.parts.core.submit(completion, arrival_ns)
         stream = self._streams[request.request_id] = DeltaStream(request.params.n)
         return stream
 

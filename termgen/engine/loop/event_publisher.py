@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from termgen.engine.schedule.scheduler import AppliedStep, Scheduler
-from termgen.vocabulary.delivery import FinishedRow, StartedRow
 from termgen.vocabulary.events import EventBus, RequestEvent, RequestEventKind, StepRecord
 from termgen.vocabulary.request import Request
-from termgen.vocabulary.step import StepPlan, StepResult
+from termgen.vocabulary.step import FinishedRow, StartedRow, StepPlan, StepResult
 
 Prefills = tuple[tuple[str, ...], tuple[int, ...]]
 """(ids of the requests that prefill in a step, number of tokens of each)."""

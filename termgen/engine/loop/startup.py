@@ -25,9 +25,7 @@ from termgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from termgen.engine.text.tool_detection import tool_format
 from termgen.errors import ConfigError, CorruptFileError, RequestError
 from termgen.library.catalog import CATALOG, LocalModel, resolve_model
-from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.grammar_times import GrammarTimes
-from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import MAX_EOS_IDS, SamplingParams
 from termgen.vocabulary.startup_phases import (
     LOADING_TOKENIZER,
@@ -36,7 +34,7 @@ from termgen.vocabulary.startup_phases import (
     StartupPhase,
     describe_startup,
 )
-from termgen.vocabulary.step import DeviceInfo
+from termgen.vocabulary.step import DeviceInfo, StepDelivery
 from termgen.vocabulary.tool_format import ToolFormat
 
 logger = logging.getLogger(__name__)
@@ -58,11 +56,6 @@ class EngineParts:
     input_processor: InputProcessor
     output_processor: OutputProcessor
     grammar_times: GrammarTimes = field(default_factory=GrammarTimes)
-
-    def submit(self, request: GenerationRequest, arrival_ns: int) -> None:
-        """Register a request's completions with the output processor and submit them."""
-        for completion in self.output_processor.expect(request, arrival_ns):
-            self.core.submit(completion, arrival_ns)
 
 
 def build_engine(

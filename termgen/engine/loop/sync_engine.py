@@ -15,9 +15,9 @@ from termgen.engine.loop.sleep import fall_asleep, wake_up
 from termgen.engine.loop.startup import Progress, build_engine
 from termgen.engine.text.input_processor import InputProcessor
 from termgen.engine.text.tokenizer import Tokenizer
-from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.events import EngineSnapshot
 from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.step import StepDelivery
 
 Settled = TypeVar("Settled", bool, None)
 """Result type of a command that has taken effect."""
@@ -53,7 +53,9 @@ class SyncEngine:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request."""
-        self._parts.submit(request, time.perf_counter_ns())
+        arrival_ns = time.perf_counter_ns()
+        for completion in self._parts.output_processor.expect(request, arrival_ns):
+            self.core.submit(completion, arrival_ns)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its last deltas have finish_reason ABORT."""

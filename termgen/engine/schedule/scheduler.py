@@ -26,9 +26,8 @@ from termgen.engine.schedule.request_queue import (
 )
 from termgen.engine.schedule.slot_table import Fence, SlotTable
 from termgen.errors import CorruptedLogitsError, EngineError, RequestError, TermgenError
-from termgen.vocabulary.delivery import FinishedRow, StartedRow
 from termgen.vocabulary.request import FinishReason, IntArray, Request, RequestStatus
-from termgen.vocabulary.step import StepPlan, StepResult
+from termgen.vocabulary.step import FinishedRow, StartedRow, StepPlan, StepResult
 from termgen.vocabulary.token_mask import RowMasks
 
 

@@ -19,9 +19,14 @@ from termgen.client import RequestTimings, TokenDelta, TokenLogprob
 from termgen.engine.text.detokenizer import Detokenizer, StopAutomaton
 from termgen.engine.text.request_output import CompletionOutput, RequestOutput, RequestOutputBuilder
 from termgen.errors import RequestError
-from termgen.vocabulary.delivery import FinishedRow, PromptLogprobs, StartedRow, StepDelivery
 from termgen.vocabulary.request import FinishReason, GenerationRequest
-from termgen.vocabulary.step import StepLogprobs
+from termgen.vocabulary.step import (
+    FinishedRow,
+    PromptLogprobs,
+    StartedRow,
+    StepDelivery,
+    StepLogprobs,
+)
 
 if TYPE_CHECKING:
     from termgen.engine.text.tokenizer import Tokenizer

@@ -14,10 +14,10 @@ from termgen.client import PauseMode
 from termgen.engine.loop.control import EngineControl
 from termgen.engine.loop.core import EngineCore
 from termgen.errors import EngineDeadError, EngineError, RequestError, StepError
-from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.events import RequestEvent, RequestEventKind
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.step import StepDelivery
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 4])
 PROMPTS = {"a": [5] * 9, "b": [6] * 14, "c": [7] * 5}

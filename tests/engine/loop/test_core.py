@@ -9,10 +9,10 @@ from fake_executor import FakeExecutor, make_core
 
 from termgen.engine.loop.core import EngineCore
 from termgen.errors import EngineDeadError, StepError
-from termgen.vocabulary.delivery import FinishedRow, StepDelivery
 from termgen.vocabulary.events import RequestEvent, RequestEventKind, StepRecord
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.step import FinishedRow, StepDelivery
 
 
 def next_token(tokens: Sequence[int]) -> int:

@@ -8,10 +8,9 @@ from fake_executor import FakeExecutor, make_core
 from test_core import next_token, run
 
 from termgen.engine.loop.core import EngineCore
-from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import StepLogprobs, StepPlan, StepResult
+from termgen.vocabulary.step import StepDelivery, StepLogprobs, StepPlan, StepResult
 
 
 def submit(core: EngineCore, request_id: str, **fields: object) -> None:

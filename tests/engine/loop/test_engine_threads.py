@@ -14,9 +14,9 @@ from termgen.client import TokenDelta
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.errors import EngineDeadError, ModelNotFoundError, RequestError
-from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.step import StepDelivery
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -24,10 +24,9 @@ from termgen.engine.text.detokenizer import Detokenizer, StopAutomaton
 from termgen.engine.text.output import OutputProcessor
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import StepError
-from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.step import StepDelivery, StepPlan
 
 TEXTS = ("Hello, how are you?", "A scheduler decides which requests", "Paris")
 

@@ -14,11 +14,16 @@ from termgen.config import EngineConfig
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.engine import SyncEngine
 from termgen.engine.loop.executor import StepHandle
-from termgen.vocabulary.delivery import FinishedRow, StepDelivery
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, StepPlan, StepResult
+from termgen.vocabulary.step import (
+    MAX_STEPS_IN_FLIGHT,
+    FinishedRow,
+    StepDelivery,
+    StepPlan,
+    StepResult,
+)
 
 MS = 1_000_000
 

@@ -20,9 +20,9 @@ from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.engine import AsyncEngine, SyncEngine
 from termgen.engine.loop.sleep import fall_asleep, wake_up
 from termgen.errors import EngineError, RequestError
-from termgen.vocabulary.delivery import StepDelivery
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.step import StepDelivery
 
 MIB = 2**20
 

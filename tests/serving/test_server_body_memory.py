@@ -14,7 +14,7 @@ from server_harness import app_client, error_of, eventually, serving
 
 from termgen.errors import OverloadedError
 from termgen.server import Server
-from termgen.serving.body_room import SMALL_BODY_BYTES, BodyRoom
+from termgen.serving.admission import SMALL_BODY_BYTES, BodyMemory
 
 LARGE = json.dumps({"prompt": "x", "user": "u" * 100_000}).encode()
 JSON = {"content-type": "application/json"}
@@ -36,7 +36,7 @@ async def test_further_large_bodies_are_refused_and_small_ones_are_not() -> None
         serving(FakeEngine(), max_body_memory=3 * len(LARGE)) as server,
         httpx.AsyncClient(base_url=server.url, headers=JSON) as client,
     ):
-        room = server._state.body_room
+        room = server._state.body_memory
         arriving = [await begin_body(server, len(LARGE)) for _ in range(2)]
         await eventually(lambda: room.num_bytes == 2 * len(LARGE))
         assert (await client.post("/v1/completions", content=LARGE)).status_code == 200
@@ -63,7 +63,7 @@ async def test_a_body_that_waits_to_be_parsed_still_takes_its_room() -> None:
         serving(FakeEngine(), max_body_memory=2 * len(LARGE)) as server,
         httpx.AsyncClient(base_url=server.url, headers=JSON) as client,
     ):
-        room = server._state.body_room
+        room = server._state.body_memory
         assert (await client.post("/v1/completions", content=LARGE)).status_code == 200
         child = server._state.large_bodies.helper.start()
         child.send_signal(signal.SIGSTOP)
@@ -86,11 +86,11 @@ async def test_a_faulty_body_gives_its_room_back_and_no_limit_is_none() -> None:
         assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
         transport = client._transport
         assert isinstance(transport, httpx.ASGITransport)
-        assert transport.app.state.server.body_room.num_bytes == 0  # type: ignore[attr-defined]
+        assert transport.app.state.server.body_memory.num_bytes == 0  # type: ignore[attr-defined]
 
 
 def test_a_body_counts_from_its_first_byte_once_it_is_large() -> None:
-    room = BodyRoom(SMALL_BODY_BYTES + 10)
+    room = BodyMemory(SMALL_BODY_BYTES + 10)
     with room.share() as share:
         share.add(SMALL_BODY_BYTES)
         assert room.num_bytes == 0 and share.is_small
