@@ -81,7 +81,7 @@ class Settings:
     step_ms: float
     run_ahead_ms: float
     is_real: bool
-    """Whether the model is real: then its context ends."""
+    """True if the model is real: then its context ends."""
 
 
 def parse_args() -> argparse.Namespace:

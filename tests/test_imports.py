@@ -93,7 +93,7 @@ class Import:
     target: str
     line: int
     at_import: bool
-    """Whether the import runs with the module's: neither in a function nor for typing only."""
+    """True if the import runs with its module: neither in a function nor for typing only."""
 
 
 def module_name(path: Path, package: Path) -> str:

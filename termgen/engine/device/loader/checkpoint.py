@@ -56,7 +56,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def load_model_config(path: Path | str, *, model_impl: str = "auto") -> ModelConfig:
     """The shape of a model from a folder with config.json, that file itself, or a .gguf file.
 
-    model_impl: whose code is to run it, as `EngineConfig.model_impl`.
+    model_impl: the code that will run it, see `EngineConfig.model_impl`.
     """
     path = Path(path)
     if path.is_dir() or path.suffix.lower() == ".json":

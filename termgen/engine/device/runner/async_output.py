@@ -164,7 +164,7 @@ class TimingEvent(Protocol):
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """True if the event has happened."""
         ...
 
     def elapsed_time(self, end: Any, /) -> float:

@@ -41,7 +41,7 @@ class RequestState:
         self.vocab_size = vocab_size
         self.pad_row = max_num_seqs
         self.fused = not why_unusable(device)
-        """Whether one kernel does the work of many torch operations."""
+        """True if one kernel does the work of many torch operations."""
 
         def columns(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
             """Columns that are written together, as a matrix and as single columns, each aligned
