@@ -104,8 +104,8 @@ def resolve_threads(threads: int | None) -> int:
     """Threads of the setting or OMP_NUM_THREADS; by default the physical cores this process may
     use, as more threads only contend.
     """
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return threads or (int(told) if told.isdecimal() and int(told) else physical_cores())
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return threads or (int(given) if given.isdecimal() and int(given) else physical_cores())
 
 
 def physical_cores() -> int:
