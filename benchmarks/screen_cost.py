@@ -1,4 +1,4 @@
-"""What a screen costs the engine: on and off in turns, on a real terminal of 120 x 40.
+"""The cost of a screen for the engine: on and off in turns, on a real terminal of 120 x 40.
 
     python benchmarks/screen_cost.py [--engine simulated|smollm2] [--parts NAME ...]
 
