@@ -96,6 +96,8 @@ class Constraints:
 
     def take_ready(self) -> list[Request]:
         """Requests set aside whose masks are filled now; some may have ended."""
+        if not self._aside:
+            return []
         return [self._aside.pop(grammar) for grammar in self._filler.take_watched()]
 
     def rest(self) -> None:

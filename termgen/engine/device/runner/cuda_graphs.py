@@ -33,7 +33,7 @@ from termgen.engine.device.runner.dispatch import (
 from termgen.engine.device.runner.input_batch import InputBatch, RowHeader
 from termgen.engine.device.runner.memory import is_out_of_memory
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs, Recorder
-from termgen.engine.device.sampling.token_ring import TokenRing
+from termgen.engine.device.sampling.sampler import TokenRing
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, GraphStatus, StepPlan
 

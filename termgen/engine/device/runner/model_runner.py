@@ -54,8 +54,7 @@ from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers, R
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logprobs
-from termgen.engine.device.sampling.sampler import Sampler
-from termgen.engine.device.sampling.token_ring import TokenRing
+from termgen.engine.device.sampling.sampler import Sampler, TokenRing
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import SamplingNeeds, StepPlan, StepResult
 from termgen.vocabulary.token_mask import RowMasks

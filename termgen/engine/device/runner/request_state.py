@@ -17,7 +17,7 @@ from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.sampling.logit_edits import LogitEditTables
 from termgen.engine.device.sampling.logit_edits import edit_logits as edit_gathered
 from termgen.engine.device.sampling.metadata import SamplingMetadata, TokenMasks
-from termgen.engine.device.sampling.token_ring import TokenRing
+from termgen.engine.device.sampling.sampler import TokenRing
 from termgen.vocabulary.sampling_params import MAX_STOP_TOKEN_IDS
 from termgen.vocabulary.step import AddedRow, SamplingNeeds, StepPlan
 from termgen.vocabulary.token_mask import RowMasks

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from termgen.engine.device.attention.base import AttentionMetadata
-from termgen.engine.device.layers.mlp import SparseMoe
-from termgen.engine.device.models.decoder import one_layer_of_each_kind
+from termgen.engine.device.models.decoder import SparseMoe, one_layer_of_each_kind
 from termgen.engine.device.runner.cuda_graphs import FullGraphs
 from termgen.engine.device.runner.dispatch import (
     EVERYTHING,

@@ -19,7 +19,7 @@ import triton.language as tl
 from termgen.engine.device.kernels.launch import next_power_of_2
 
 if TYPE_CHECKING:
-    from termgen.engine.device.sampling.token_ring import TokenRing
+    from termgen.engine.device.sampling.sampler import TokenRing
 
 _BLOCK = 512
 """Block ids copied at once."""

@@ -13,7 +13,7 @@ require_triton()
 
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers  # noqa: E402
 from termgen.engine.device.runner.request_state import RequestState  # noqa: E402
-from termgen.engine.device.sampling.token_ring import TokenRing  # noqa: E402
+from termgen.engine.device.sampling.sampler import TokenRing  # noqa: E402
 from termgen.vocabulary.step import CORRUPT_TOKEN  # noqa: E402
 
 devices = pytest.mark.parametrize("device", DEVICES)
