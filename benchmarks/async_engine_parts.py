@@ -45,7 +45,7 @@ class Sizes:
     host_batches: tuple[int, ...]
     prompt: int
     seconds: float
-    """How long a cell is timed, given the step time measured in warm-up."""
+    """Time of a cell, given the step time measured in warm-up."""
     most_steps: int
     rounds: int
     job_requests: int

@@ -92,7 +92,7 @@ class Watch:
         }
 
     def _stands_still(self) -> bool:
-        """Whether the loop is blocked."""
+        """True if the loop is blocked."""
         answer = threading.Event()
         self._loop.call_soon_threadsafe(answer.set)
         return not answer.wait(0.5)

@@ -61,7 +61,7 @@ def cpu_ms(work: Callable[[], object]) -> float:
 
 
 async def busy_second(folder: Path) -> tuple[list[EngineEvent], StateCopy, float]:
-    """What the engine publishes in a second, its state, and the time to copy that."""
+    """(events of one second, the engine's state, time to copy it)."""
     sizes = FrontSizes(
         streams=STREAMS, prompt=32, seconds=1, rounds=1, max_tokens=24_000, vocab=VOCAB
     )

@@ -23,7 +23,7 @@ _MAX_WAVES = 4
 
 
 def candidates(m: int, n: int, k: int, dtype: torch.dtype) -> list[SmallGemmConfig]:
-    """What is worth timing for this shape, at most a dozen, the likelier ones first."""
+    """Candidates worth timing for this shape, at most a dozen, the likelier ones first."""
     found: list[SmallGemmConfig] = []
     if m <= _MAX_GEMV_ROWS:
         found += _gemv_candidates(next_power_of_2(m), k)

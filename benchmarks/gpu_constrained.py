@@ -1,4 +1,4 @@
-"""What a grammar costs on a GPU: tokens/s of free and constrained answers, in turns.
+"""The cost of a grammar on a GPU: tokens/s of free and constrained answers, in turns.
 
     python benchmarks/gpu_constrained.py [--output-json FILE]
     python benchmarks/gpu_constrained.py --device cpu      # a tiny model, to try the command out

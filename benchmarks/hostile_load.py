@@ -194,7 +194,7 @@ async def run_step(step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def left_behind(engine: AsyncEngine, server: Server) -> dict[str, int]:
-    """What the engine and the server still hold once every client has left."""
+    """Resources that the engine and the server still hold once every client has left."""
     deadline = time.perf_counter() + 10
     while True:
         snapshot = await engine.snapshot()

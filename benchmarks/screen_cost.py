@@ -1,4 +1,4 @@
-"""What a screen costs the engine: on and off in turns, on a real terminal of 120 x 40.
+"""The cost of a screen for the engine: on and off in turns, on a real terminal of 120 x 40.
 
     python benchmarks/screen_cost.py [--engine simulated|smollm2] [--parts NAME ...]
 
@@ -81,7 +81,7 @@ class Settings:
     step_ms: float
     run_ahead_ms: float
     is_real: bool
-    """Whether the model is real: then its context ends."""
+    """True if the model is real: then its context ends."""
 
 
 def parse_args() -> argparse.Namespace:

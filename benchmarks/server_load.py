@@ -1,4 +1,4 @@
-"""What the HTTP server costs and stands: many streams, clients that drop.
+"""Cost and robustness of the HTTP server: many streams, clients that drop.
 
     python benchmarks/server_load.py [--part stream drop] [--output-json FILE]
 

@@ -44,7 +44,7 @@ class SimulatedGpu:
         self._simulation = simulation
         self._config = config
         self._free_ns = 0
-        """When the device will have run all steps launched so far."""
+        """Time at which the device will have run all steps launched so far."""
         rows = simulation.max_num_seqs
         self._known, self._computed = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
 

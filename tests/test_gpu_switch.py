@@ -1,4 +1,4 @@
-"""On a GPU a change of models gives the former engine's memory back before the next takes some."""
+"""On a GPU a change of models releases the former engine's memory before the next allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which folder may import which: the halves of the engine meet only in the messages of `step.py`.
+"""Imports allowed between folders: the engine's halves meet only in the messages of `step.py`.
 
 `ROOMS` names the rooms of the house, most of them one folder (the longest matching prefix counts).
 `MAY_IMPORT` lists what a room may import of termgen, at the top of a file, inside a function or for
@@ -93,7 +93,7 @@ class Import:
     target: str
     line: int
     at_import: bool
-    """Whether the import runs with the module's: neither in a function nor for typing only."""
+    """True if the import runs with its module: neither in a function nor for typing only."""
 
 
 def module_name(path: Path, package: Path) -> str:

@@ -19,15 +19,7 @@ FILES = sorted(
     for top in ("termgen", "tests", "benchmarks", "examples")
     for file in (ROOT / top).rglob("*.py")
 )
-NOT_YET = ("termgen/api", "termgen/serving")
-"""Folders whose prose is still to be reworded, with everything below them."""
-FOLDERS = sorted(
-    {
-        folder
-        for folder in (str(file.relative_to(ROOT).parent) for file in FILES)
-        if not folder.startswith(NOT_YET)
-    }
-)
+FOLDERS = sorted({str(file.relative_to(ROOT).parent) for file in FILES})
 PAGES = [
     "README.md",
     "CHANGELOG.md",

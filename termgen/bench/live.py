@@ -46,13 +46,13 @@ class LiveRun:
         self._finished_chunks = 0
         self._finished_tokens = 0
 
-    def take(self, told: dict[str, Any]) -> None:
+    def take(self, report: dict[str, Any]) -> None:
         """Add one progress report of the load generator."""
-        self.num_done, self.num_failed = told["done"], told["failed"]
-        self.num_running, self.at_s = told["running"], max(0.0, told["at_s"])
-        self.times["ttft"].add_told(told["first"])
-        self.times["itl"].add_told(told["gaps"])
-        for first_s, latency_s, chunks, tokens in told["finished"]:
+        self.num_done, self.num_failed = report["done"], report["failed"]
+        self.num_running, self.at_s = report["running"], max(0.0, report["at_s"])
+        self.times["ttft"].merge(report["first"])
+        self.times["itl"].merge(report["gaps"])
+        for first_s, latency_s, chunks, tokens in report["finished"]:
             self._finish(first_s, latency_s, chunks, tokens)
         self.moments.append(Moment(self.at_s, self.num_running, self.num_tokens, self.num_done))
 

@@ -91,7 +91,7 @@ async def run_load(plan: LoadPlan, stop: asyncio.Event | None = None) -> dict[st
             raise
     for helper in helpers:
         helper.cancel()
-    await _tell_progress(run)
+    await _report_progress(run)
     return {
         "answers": run.answers,
         "lateness_s": run.lateness,
@@ -160,23 +160,23 @@ async def _watch(run: _Run) -> None:
 async def _report(run: _Run) -> None:
     while True:
         await asyncio.sleep(REPORT_S)
-        await _tell_progress(run)
+        await _report_progress(run)
 
 
-async def _tell_progress(run: _Run) -> None:
-    told: dict[str, Any] = {
+async def _report_progress(run: _Run) -> None:
+    progress: dict[str, Any] = {
         "done": run.num_done,
         "failed": run.num_failed,
         "running": run.num_running,
         "chunks": run.num_chunks,
     }
     if run.watch is not None:
-        told["at_s"] = time.perf_counter() - run.began
-        told |= await run.watch.take()
-    _tell(told)
+        progress["at_s"] = time.perf_counter() - run.began
+        progress |= await run.watch.take()
+    _print_json(progress)
 
 
-def _tell(value: dict[str, Any]) -> None:
+def _print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
@@ -191,7 +191,7 @@ async def _run_until_signal(plan: LoadPlan) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     measured = await run_load(plan, stop)
-    _tell({"result": measured})  # inside the loop: outside it SIGTERM would kill the process
+    _print_json({"result": measured})  # inside the loop: outside it SIGTERM would kill the process
 
 
 def main() -> None:
@@ -244,12 +244,12 @@ async def run_in_process(
             await process.stdin.drain()
         process.stdin.close()
         async for line in process.stdout:
-            told: dict[str, Any] = json.loads(line)
-            if "result" in told:
-                result: dict[str, Any] = told["result"]
+            progress: dict[str, Any] = json.loads(line)
+            if "result" in progress:
+                result: dict[str, Any] = progress["result"]
                 return result
             if on_progress is not None:
-                on_progress(told)
+                on_progress(progress)
             if stop is not None and stop.is_on and not is_stopped:
                 process.terminate()  # its signal handler is set by the first report
                 is_stopped = True

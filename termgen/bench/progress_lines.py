@@ -39,9 +39,9 @@ class LiveTimes:
         self.number += 1
         self.total_s += seconds
 
-    def add_told(self, told: Sequence[Iterable[Sequence[int]] | float]) -> None:
+    def merge(self, counts: Sequence[Iterable[Sequence[int]] | float]) -> None:
         """Add what `take` of another instance returned."""
-        pairs, total_s = told
+        pairs, total_s = counts
         assert not isinstance(pairs, float) and isinstance(total_s, (float, int))
         for key, count in pairs:
             self.counts[key] = self.counts.get(key, 0) + count
@@ -50,10 +50,10 @@ class LiveTimes:
 
     def take(self) -> list[list[list[int]] | float]:
         """Return all counts for JSON, and start again from zero."""
-        told: list[list[list[int]] | float] = [[[k, n] for k, n in self.counts.items()]]
-        told.append(self.total_s)
+        counts: list[list[list[int]] | float] = [[[k, n] for k, n in self.counts.items()]]
+        counts.append(self.total_s)
         self.counts, self.number, self.total_s = {}, 0, 0.0
-        return told
+        return counts
 
     @property
     def mean(self) -> float | None:

@@ -72,9 +72,9 @@ def progress_bar(options: ServeOptions, title: str) -> tuple[Any, Callable[[dict
     disable = True if options.disable_tqdm or is_dumb() else None
     bar = tqdm(total=options.num_prompts, desc=title, leave=False, disable=disable)
 
-    def show(told: dict[str, Any]) -> None:
-        bar.update(told["done"] - bar.n)
-        bar.set_postfix(running=told["running"], failed=told["failed"])
+    def show(report: dict[str, Any]) -> None:
+        bar.update(report["done"] - bar.n)
+        bar.set_postfix(running=report["running"], failed=report["failed"])
 
     return bar, show
 

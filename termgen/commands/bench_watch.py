@@ -96,9 +96,9 @@ class BenchWatch:
         self._live = LiveRun(options, options.num_prompts)
         self._step, self._phase = title, "warming up"
 
-    def take(self, told: dict[str, Any]) -> None:
+    def take(self, report: dict[str, Any]) -> None:
         """The load generator's `on_progress`."""
-        self._live.take(told)
+        self._live.take(report)
         self._phase = "measuring"
 
     def end_step(self, step: sweep.Step) -> None:

@@ -65,7 +65,7 @@ class RemoteHolder:
         self._target = target
         self._admin_key = read_key(None)
         self._client: RemoteClient | None = None
-        self._told: ModelInfo | None = None
+        self._described: ModelInfo | None = None
         """The model's description from the server's event stream."""
 
     async def start(self, on_progress: Callable[[str, float], None]) -> EngineClient:
@@ -101,7 +101,7 @@ class RemoteHolder:
             raise EngineError(f"{client.url} is not a termgen server.")
         key = self._admin_key or self._target.api_key
         feed = await RemoteFeed.connect(client.url, hz=hz, key=key)
-        self._told = feed.model
+        self._described = feed.model
         client.learn(feed.model)
         return feed
 
@@ -123,8 +123,8 @@ class RemoteHolder:
     async def switch(self, name: str, report: Callable[[str, float], None]) -> Switch:
         client = self._running()
         client.use_model(name)
-        if self._told is not None:
-            client.learn(self._told)
+        if self._described is not None:
+            client.learn(self._described)
         return Switch(client)
 
     def _choice(self, model: RemoteModel) -> ModelChoice:

@@ -60,8 +60,8 @@ LLAMA_CPP_NAMES = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "re
 
 def untold_params(dialect: Dialect) -> tuple[str, ...]:
     """Sampling parameters that `build_call` refuses for this dialect."""
-    told = LLAMA_CPP_NAMES if dialect is Dialect.LLAMA_CPP else {}
-    return () if dialect.knows_all else tuple(name for name in EXTRAS if name not in told)
+    supported = LLAMA_CPP_NAMES if dialect is Dialect.LLAMA_CPP else {}
+    return () if dialect.knows_all else tuple(name for name in EXTRAS if name not in supported)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,10 +126,10 @@ class HelperProcess:
             finally:
                 if answer is None:  # a late answer must not be read as the next one
                     child.end()
-        told = _Unpickler(answer, kept).load()
-        if isinstance(told, BaseException):
-            raise told
-        return told
+        result = _Unpickler(answer, kept).load()
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the program unless it runs, as the first `ask` would. Raises `HelperFault`."""
@@ -344,15 +344,15 @@ def answer_questions(answer: Callable[[Any, bytes], object]) -> None:
     channel.write(READY)
     channel.flush()
     while head := channel.read(SIZE_BYTES):
-        told = _told(answer, channel.read(int.from_bytes(head, "little")))
-        channel.write(len(told).to_bytes(SIZE_BYTES, "little"))
-        channel.write(told)
+        reply = _reply_to(answer, channel.read(int.from_bytes(head, "little")))
+        channel.write(len(reply).to_bytes(SIZE_BYTES, "little"))
+        channel.write(reply)
         channel.flush()
-        del told
+        del reply
         gc.collect(0)  # exceptions have cycles, and are in the youngest generation
 
 
-def _told(answer: Callable[[Any, bytes], object], question: bytes) -> bytes:
+def _reply_to(answer: Callable[[Any, bytes], object], question: bytes) -> bytes:
     stream = io.BytesIO(question)
     try:
         task, limit_s = pickle.load(stream)
@@ -361,9 +361,9 @@ def _told(answer: Callable[[Any, bytes], object], question: bytes) -> bytes:
     except MemoryError:
         raise  # ends this process, which frees the memory
     except TermgenError as error:
-        told: Exception = error
+        failure: Exception = error
     except Exception as error:  # top of the process: a bug in termgen, raised at the caller
-        told = RuntimeError(f"{type(error).__name__} in a helper:\n{traceback.format_exc()}")
+        failure = RuntimeError(f"{type(error).__name__} in a helper:\n{traceback.format_exc()}")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    return pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(failure, protocol=pickle.HIGHEST_PROTOCOL)

@@ -14,7 +14,7 @@ WRONG = '<tool_call>\n{"name": "f", "arguments": {"y":1}}\n</tool_call>'
 
 
 def may_be_written(text: str, **fields: object) -> bool:
-    """Whether the grammar accepts `text` as a whole answer."""
+    """True if the grammar accepts `text` as a whole answer."""
     wanted = chat(KNOWS, **fields).job.params.structured_outputs
     assert wanted is not None and wanted.grammar is not None
     matcher = LLMatcher(LLTokenizer("byte"), wanted.grammar)

@@ -32,7 +32,7 @@ def test_percentiles_of_ranges_are_within_a_percent() -> None:
     for part in np.array_split(values, 7):
         for value in part:
             times.add(float(value))
-        told.add_told(times.take())
+        told.merge(times.take())
     assert times.number == 0 and told.number == 5000 and told.mean is not None, seed
     assert told.mean == pytest.approx(values.mean())
     for share in (0.0, 0.5, 0.9, 0.99, 1.0):
@@ -51,7 +51,7 @@ async def test_each_time_is_told_once_and_those_of_failures_are_no_answers() -> 
     first = await watch.take()
     assert first["finished"] == [] and first["first"] == [[], 0.0]
     long.first, long.gaps = 1.5, [0.01] * (GAPS_AT_ONCE + 5)
-    total.add_told((await watch.take())["gaps"])
+    total.merge((await watch.take())["gaps"])
     assert total.number == GAPS_AT_ONCE + 5
     long.gaps.append(0.02)
     long.last, long.num_chunks, long.num_output_tokens = 4.0, 263, 500
@@ -59,7 +59,7 @@ async def test_each_time_is_told_once_and_those_of_failures_are_no_answers() -> 
     watch.end(0)
     watch.end(1)
     told = await watch.take()
-    total.add_told(told["gaps"])
+    total.merge(told["gaps"])
     assert total.number == GAPS_AT_ONCE + 6 and told["first"] == [[], 0.0], "told before"
     assert told["finished"] == [[0.5, 3.0, 263, 500]]
     assert (await watch.take())["finished"] == []

@@ -18,7 +18,7 @@ class Seen:
 
     asked: float
     texts: list[float] = field(default_factory=list)
-    """When each chunk with text was relayed."""
+    """Time at which each chunk with text was relayed."""
     num_tokens: int = 0
     num_prompt_tokens: int = 0
 

@@ -1,4 +1,4 @@
-"""What the chat screen shows, and the requests it has sent."""
+"""Contents of the chat screen, and the requests it has sent."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def next_token(token_ids: np.ndarray, vocab: int = VOCAB) -> int:
 
 
 def is_stop(request: Request | AddedRow, length: int, token: int) -> bool:
-    """Whether `token`, the one that makes the sequence `length` long, ends it."""
+    """True if `token`, the one that makes the sequence `length` long, ends it."""
     minimum = request.num_prompt_tokens + request.params.min_tokens
     return token in request.stop_token_ids and length > minimum
 

@@ -1,4 +1,4 @@
-"""How the tokenizer.json of a SentencePiece model is laid out, for small made-up vocabularies."""
+"""Layout of a SentencePiece model's tokenizer.json, for small made-up vocabularies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tests of Triton kernels run: compiled on CUDA, or interpreted on the CPU.
+"""Device of the Triton kernel tests: compiled on CUDA, or interpreted on the CPU.
 
 Import it before anything that imports triton: it asks for the interpreter where there is no GPU.
 `pytest.importorskip` of triton stays with the tests. The interpreter knows float32 and float16.

@@ -71,12 +71,12 @@ class Prover:
             return Proof(Verdict.NO_VOCABULARY)
         worker = self._worker or self._start_worker()
         try:
-            told = worker.ask(task)
+            source = worker.ask(task)
         except (EOFError, OSError):
             return self._verdict_on(task, self._end_worker())
-        if isinstance(told, RequestError):
-            raise told
-        return Proof(Verdict.PROVEN, told)
+        if isinstance(source, RequestError):
+            raise source
+        return Proof(Verdict.PROVEN, source)
 
     def _start_worker(self) -> _Worker:
         self._worker = _Worker(self._vocabulary, self._num_words)
@@ -119,8 +119,8 @@ class _Worker:
     def ask(self, task: ProofTask) -> str | RequestError:
         """Raises EOFError or OSError when the worker ends instead of answering."""
         self._connection.send(task)
-        told: str | RequestError = self._connection.recv()
-        return told
+        reply: str | RequestError = self._connection.recv()
+        return reply
 
     def end(self) -> int:
         """Close its pipe, which ends it; returns its wait status."""
@@ -149,10 +149,10 @@ def _work(connection: Connection[Any, Any], vocabulary: Any, num_words: int) -> 
             return
         signal.setitimer(signal.ITIMER_PROF, task.max_cpu_s)  # its signal ends the process
         signal.setitimer(signal.ITIMER_REAL, MAX_PROOF_WALL_S)
-        told = _prove(task, vocabulary, num_words)
+        reply = _prove(task, vocabulary, num_words)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send(told)
+        connection.send(reply)
 
 
 def _prove(task: ProofTask, vocabulary: Any, num_words: int) -> str | RequestError:

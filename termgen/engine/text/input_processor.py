@@ -340,7 +340,7 @@ class InputProcessor:
         """Fill in max_tokens and run the checks that depend on it. cuts: reduce max_tokens to what
         the context leaves."""
         room = self._max_model_len - num_prompt
-        assert room >= 1, "`tokenize` was told that it has to fit"
+        assert room >= 1, "`tokenize` has checked that it fits"
         max_tokens = room if params.max_tokens is None else params.max_tokens
         if max_tokens > room and cuts:
             max_tokens = room

@@ -80,18 +80,18 @@ class TemplateWorkers:
         line = json.dumps(asked).encode() + b"\n"
         try:
             worker = self._take()
-            told = worker.ask(line, MAX_ANSWER_S)
+            reply = worker.ask(line, MAX_ANSWER_S)
         except (OSError, RuntimeError):  # the system lacks processes, descriptors or threads
             raise _no_process() from None
-        if told is None:
+        if reply is None:
             whose = asked.get("whose", OF_REQUEST)
             raise fault(f"{whose} takes too long or too much memory")
         self._idle.append(worker)
         if self._is_closed:  # meanwhile
             _end_all(self._idle)
-        if "error" in told:
-            raise fault(told["error"])
-        return told
+        if "error" in reply:
+            raise fault(reply["error"])
+        return reply
 
     def close(self) -> None:
         """End the processes; current renderings finish first."""
@@ -154,8 +154,8 @@ class _Worker:
         if not answer.endswith(b"\n"):
             self.end()
             return None
-        told: dict[str, Any] = json.loads(answer)
-        return told
+        reply: dict[str, Any] = json.loads(answer)
+        return reply
 
     def end(self) -> None:
         self._process.kill()

@@ -49,7 +49,7 @@ def allowed(matcher: TokenMatcher) -> set[int]:
 
 
 def fits(compiler: GrammarCompiler, tokenizer: Tokenizer, text: str, **wanted: Any) -> bool:
-    """Whether a text is a whole answer, and each of its tokens was allowed at its position."""
+    """True if a text is a whole answer, and each of its tokens was allowed at its position."""
     matcher = compiler.compile(StructuredOutputsParams(**wanted)).start(ends_at_eos=True)
     for token in tokenizer.encode(text, add_special_tokens=False):
         may_follow = allowed(matcher)

@@ -208,7 +208,7 @@ class Schedule:
         assert bearer.ending.stop_token_id == (tokens[-1] if own else None), name
 
     def is_complete(self, bearer: Bearer) -> bool:
-        """Whether the answer satisfies its grammar."""
+        """True if the answer satisfies its grammar."""
         return False
 
     def check_computed(self, bearer: Bearer) -> None:

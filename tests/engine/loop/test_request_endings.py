@@ -1,4 +1,4 @@
-"""How requests end: limits, stop ids, aborts; and when slots and blocks come back.
+"""Endings of requests: limits, stop ids, aborts; and when slots and blocks become free.
 
 Over a scripted device, see scheduler_harness.py.
 """

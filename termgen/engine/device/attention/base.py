@@ -1,8 +1,8 @@
-"""The interface of attention: what a step gives it, and what a backend must do.
+"""The interface of attention: a step's metadata, and the backends' methods.
 
-The runner fills an `AttentionMetadata` for each step, has the backend `prepare` it, and passes it
-to the model inside a `ForwardContext`; layers hand it on. Nothing here is global: two models can
-run in one process.
+The runner fills an `AttentionMetadata` for each step, calls the backend's `prepare`, and passes it
+to the model in a `ForwardContext`, which layers pass on. Nothing is global: two models can run in
+one process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class AttentionMetadata:
-    """The places of one step's tokens, and what they may see.
+    """The positions of one step's tokens in the KV cache, and the keys they attend to.
 
     Rows are in batch order, tokens row by row. Rows [0, num_decodes) have exactly one token;
     later rows have one or more. A padded row has seq_len 0: it sees nothing, and its tokens'
@@ -97,10 +97,10 @@ class AttentionBackend(Protocol):
     name: str
     capabilities: AttentionCapabilities
     kv_cache_order: tuple[int, ...]
-    """How a cache lies in memory: its dimensions, the slowest first. See `empty_kv_cache`."""
+    """Memory order of the cache's dimensions, slowest first. See `empty_kv_cache`."""
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Work out what all layers share; once per step, before the model's forward."""
+        """Compute what all layers share; once per step, before the model's forward."""
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Which attention backend runs where.
+"""Choice of the attention backend.
 
 Called by the runner's builder, once per engine. A literal dictionary, resolved lazily, so that a
 backend's kernels are imported only where they can run.
@@ -69,7 +69,7 @@ def make_backend(
 
 
 def why_not(name: str, shape: AttentionShape) -> str:
-    """Why a backend cannot run this shape; empty when it can."""
+    """The reason a backend cannot run this shape; empty if it can."""
     device_type = shape.device.type
     if name == "triton" and (reason := why_unusable(shape.device, dtype=shape.kv_cache_dtype)):
         return reason

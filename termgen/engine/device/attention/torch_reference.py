@@ -141,7 +141,7 @@ class _Group:
         self._views: dict[int | None, _View] = {}
 
     def is_whole(self, num_tokens: int) -> bool:
-        """Whether the group's queries are the step's tokens, in order and without padding."""
+        """True if the group's queries are the step's tokens, in order and without padding."""
         return self._batch.first_token == 0 and self._query_index.shape[0] == num_tokens
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
@@ -335,6 +335,6 @@ def _size_class(sizes: np.ndarray, smallest: int) -> np.ndarray:
 
 
 def _rows_together(num_queries: int, num_keys: int) -> int:
-    """How many items of this size one group may hold."""
+    """The most items of this size in one group."""
     num_keys = max(num_keys, 1)
     return max(1, min(_MAX_GATHERED // num_keys, _MAX_SCORES // (num_queries * num_keys)))

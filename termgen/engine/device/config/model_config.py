@@ -45,7 +45,7 @@ class MoeConfig:
     intermediate_size: int
     """Inner size of one expert."""
     norm_topk_prob: bool
-    """Whether the weights of a token's experts are scaled to add up to one."""
+    """True if the weights of a token's experts are scaled to add up to one."""
     sparse_layers: frozenset[int]
     """The layers that have experts in the place of an MLP."""
     names: ExpertNames
@@ -56,7 +56,7 @@ class TransformersSource:
     """The source of a model that runs through transformers' code."""
 
     raw: Mapping[str, Any]
-    """config.json as it is."""
+    """The unmodified config.json."""
     num_parameters: int
 
 
@@ -95,7 +95,7 @@ class ModelConfig:
     weight_prefix: str = ""
     """Prefix of this model's tensors in the checkpoint; tensors without it are another model's."""
     overflows_float16: bool = False
-    """Whether activations of the family's models are known to leave the range of float16."""
+    """True if activations of the family's models are known to leave the range of float16."""
     transformers: TransformersSource | None = None
     """Set when transformers' code runs the model. Its arithmetic is unknown here then: the fields
     from `intermediate_size` to `qk_norm` that attention and the cache do not need are empty."""
@@ -308,7 +308,7 @@ another default than most. A key that is null keeps that meaning."""
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a family that termgen has code of its own for."""
+    """True if a config.json is of a family that termgen has code of its own for."""
     return architecture_name(ConfigReader(config)) in _FAMILIES
 
 

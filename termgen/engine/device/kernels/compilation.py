@@ -1,11 +1,11 @@
-"""Compiles Triton's kernels ahead of time, in parallel, and counts those that come late.
+"""Compiles Triton kernels ahead of time, in parallel, and counts late compilations.
 
 Used by the runner while it starts (`collect_missing`, `compile_all`) and around each step later
 (`CompileCounter`). Triton reports compilations through global hooks; each is set for the length of
-a `with` block and then put back, so that nothing of one engine stays behind for another.
+a `with` block and then restored, so that engines in one process do not affect each other.
 
-A kernel in Triton's cache on disk is compiled too, only faster: requests wait for it all the same,
-so it counts like any other.
+Loading a kernel from Triton's cache on disk counts as a compilation too: it is faster, but requests
+wait for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
-"""More do not help: a third of the work holds the GIL."""
+"""More threads do not help, as a third of the work holds the GIL."""
 
 Missing = dict[tuple[str, str], tuple[Any, str]]
 """(kernel, specialisation) -> what Triton needs to compile it without its arguments."""
@@ -34,10 +34,10 @@ Missing = dict[tuple[str, str], tuple[Any, str]]
 
 @contextmanager
 def collect_missing() -> Iterator[Missing]:
-    """Within the block this thread launches nothing; what it would have to compile is collected.
+    """Launch nothing from this thread inside the block; collect the kernels it would compile.
 
-    No kernel is launched, because one may run for ever on what another left unwritten. Outputs keep
-    their old values.
+    No kernel is launched, because one may run for ever on values that another did not write.
+    Outputs keep their old values.
     """
     missing: Missing = {}
     thread = threading.get_ident()
@@ -46,7 +46,7 @@ def collect_missing() -> Iterator[Missing]:
         if threading.get_ident() != thread:
             return False
         missing[f"{fn.module}.{fn.name}", key] = (fn.jit_function, compile["specialization_data"])
-        return True  # makes Triton leave it at that
+        return True  # makes Triton stop here
 
     run = JITFunction.run
 
@@ -67,13 +67,13 @@ def collect_missing() -> Iterator[Missing]:
 def compile_all(
     missing: Missing, device: torch.device, on_progress: Callable[[float], None]
 ) -> None:
-    """Compile what was collected, several at once: compilation runs mostly without the GIL."""
+    """Compile the collected kernels in parallel: compilation runs mostly without the GIL."""
     if not missing:
         return
 
     def begin() -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # Triton compiles for the thread's own device
+            torch.cuda.set_device(device)  # Triton compiles for the thread's current device
 
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_threads = min(MAX_THREADS, cpus, len(missing))
@@ -89,8 +89,8 @@ def compile_all(
 
 
 class _Counters:
-    """Triton's one hook, shared by the counters that are entered: their threads come and go in any
-    order, so no counter may put back what it found."""
+    """Triton's only hook, shared by all entered counters: their threads end in any order, so a
+    counter must not restore the hook that it found."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -108,9 +108,9 @@ class _Counters:
 
 
 class CompileCounter:
-    """Counts the compilations within its `with` blocks; enter it around work that needs none.
+    """Counts compilations inside its `with` blocks; enter it around work that should need none.
 
-    Only those of the thread that entered: another engine may be starting beside this one.
+    Counts only those of the entering thread, as another engine may be starting in this process.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start while the one before it still runs (programmatic dependent
+    """True if a kernel may start while the one before it still runs (programmatic dependent
     launch), which takes an NVIDIA device of the Hopper generation or later."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -42,13 +42,13 @@ def has_pdl(device: torch.device) -> bool:
 
 
 def has_tma(device: torch.device) -> bool:
-    """Whether tiles can be copied by the tensor memory accelerator; the interpreter can, too."""
+    """True if tiles can be copied by the tensor memory accelerator; the interpreter can, too."""
     return device.type != "cuda" or has_pdl(device)
 
 
 @functools.cache
 def has_hopper_gluon(device: torch.device) -> bool:
-    """Whether kernels in Gluon for Hopper run: other generations multiply in other ways, and Gluon,
+    """True if kernels in Gluon for Hopper run: other generations multiply in other ways, and Gluon,
     experimental as it is, may change with each release of Triton."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False

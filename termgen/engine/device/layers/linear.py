@@ -28,11 +28,11 @@ class LinearSpec:
     dtype: torch.dtype
     device: torch.device
     is_looked_up: bool
-    """Whether `embed` reads rows of the weight (a head tied to the input embedding)."""
+    """True if `embed` reads rows of the weight (a head tied to the input embedding)."""
 
 
 class LinearMethod(Protocol):
-    """How one layer's weight is stored, filled, multiplied and looked up."""
+    """Storage of one layer's weight: filling, multiplication and lookup."""
 
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
         """Stores tensor [rows, in_features] at rows [first_row, first_row + rows)."""
@@ -57,7 +57,7 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     method: LinearMethodFactory
-    """How matrices are stored and multiplied."""
+    """Factory for the storage and multiplication of matrices."""
     ops: LayerOps
 
     def parameter(self, *shape: int) -> nn.Parameter:
@@ -122,7 +122,7 @@ def _copier(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
 
 class FloatLinear(nn.Module):
-    """LinearMethod: the weight as it is, in the model's type.
+    """LinearMethod: the unquantized weight in the model's type.
 
     On the CPU it is multiplied in oneDNN's blocked layout, about twice as fast as the plain one at
     every number of rows from 1 to 256. The plain copy is dropped unless rows of it are looked up.
@@ -166,7 +166,7 @@ class FloatLinear(nn.Module):
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN multiplies this type on this machine without emulating it."""
+    """True if oneDNN multiplies this type on this machine without emulating it."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype is torch.float32:
@@ -177,7 +177,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class VocabEmbedding(nn.Module):
-    """A table of its own. A tied model has none and looks rows up in its head (`Linear.embed`)."""
+    """A separate table. A tied model has none and looks rows up in its head (`Linear.embed`)."""
 
     def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
         super().__init__()

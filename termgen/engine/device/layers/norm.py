@@ -1,7 +1,7 @@
 """Root-mean-square normalisation, computed in float32 whatever the type of its input.
 
 A weight may be kept in float32 beside a model of a half type. Then the normalised value is rounded
-once, behind the product with the weight; else before it too, as the families define it.
+once, after the product with the weight; else before it too, as the families define it.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _yarn(powers: torch.Tensor, config: RopeConfig, dim: int) -> torch.Tensor:
 
 class LayerOps(Protocol):
     can_record_experts: bool
-    """Whether `experts` may be part of a CUDA graph: it does not wait for the device."""
+    """True if `experts` may be part of a CUDA graph: it does not wait for the device."""
 
     def rotation(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float
@@ -169,7 +169,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
         # F.rms_norm is ten operations there, which a step of one token feels: this is four.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return (x * weight).div_(torch.hypot(norm, _root(size * eps)).mul_(size**-0.5))
-    if weight.dtype != x.dtype:  # in float32: one rounding, behind the product
+    if weight.dtype != x.dtype:  # in float32: one rounding, after the product
         return F.rms_norm(x.float(), (size,), None, eps).mul_(weight).to(x.dtype)
     if weight.dim() == 1:
         return F.rms_norm(x, (size,), weight, eps)

@@ -23,7 +23,7 @@ class WeightSlot:
     load: Callable[[torch.Tensor], None]
     """Takes the whole tensor, of `shape` and any floating type, on any device."""
     offset: float = 0.0
-    """What `load` adds: this family's values lie around zero, those of others around this."""
+    """Added by `load`: this family's values lie around zero, those of others around this."""
     pieces: tuple[WeightSlot, ...] = ()
     """Slots with the same values together, for a checkpoint that lacks `name`."""
 

@@ -1,4 +1,4 @@
-"""Model files in, tensors out: a folder of safetensors or one .gguf file, behind one `Checkpoint`.
+"""Reads model files, a folder of safetensors or one .gguf file, through one `Checkpoint` protocol.
 
 torch is imported when a checkpoint is opened.
 """

@@ -1,8 +1,8 @@
-"""Describe a model's files: the `Checkpoint` that readers implement, and the configuration.
+"""Access to a model's files: the `Checkpoint` protocol of their readers, and the configuration.
 
-`load_model_config` serves a model that is built without weights, `load_generation_config` tells
-what the model's makers advise for sampling. Both kinds of file speak Hugging Face names from here
-on: in the configuration and in tensor names. This module reads JSON and GGUF metadata only.
+`load_model_config` is for models built without weights, `load_generation_config` for the authors'
+recommended sampling. Both file formats use Hugging Face names from here on, in the configuration
+and for tensors. This module reads JSON and GGUF metadata only.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def load_model_config(path: Path | str, *, model_impl: str = "auto") -> ModelConfig:
     """The shape of a model from a folder with config.json, that file itself, or a .gguf file.
 
-    model_impl: whose code is to run it, as `EngineConfig.model_impl`.
+    model_impl: the code that will run it, see `EngineConfig.model_impl`.
     """
     path = Path(path)
     if path.is_dir() or path.suffix.lower() == ".json":
@@ -94,7 +94,7 @@ def parse_config(
 def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: Path) -> None:
     """The sizes in the configuration are those of the tensors, by the shapes that imply them all.
 
-    So a few wrong numbers cannot make anyone set memory aside that the weights would never fill.
+    So a few wrong numbers cannot cause an allocation that the weights would never fill.
     """
     hidden = config.hidden_size
     expected: dict[str, tuple[int, ...]] = {"model.embed_tokens": (config.vocab_size, hidden)}

@@ -51,7 +51,7 @@ _TOP_NAME = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
 
 
 class GGUFCheckpoint:
-    """See `Checkpoint`."""
+    """A `Checkpoint` from one .gguf file."""
 
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile.open(path)

@@ -146,7 +146,7 @@ class WeightFiles:
 
 
 class FolderCheckpoint(WeightFiles):
-    """See `Checkpoint`."""
+    """A `Checkpoint` from a folder with config.json and safetensors."""
 
     def __init__(self, folder: Path) -> None:
         source = folder / "config.json"

@@ -36,7 +36,7 @@ class Place:
     """Its rotation among those of a step."""
     attention: AttentionBackend
     next_norm: RMSNorm
-    """The input norm of the next layer, or the norm behind the last one."""
+    """The input norm of the next layer, or the norm after the last one."""
     is_last: bool
 
 
@@ -269,7 +269,7 @@ class CausalDecoder(nn.Module):
 
     def _begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Carried:
         # Rotations first: the kernels of a layer may read them before the one ahead has ended,
-        # which is safe behind the embedding, a launch that waits for all before it.
+        # which is safe after the embedding, a launch that waits for all before it.
         rotations = tuple(
             self._ops.rotation(positions, frequencies, rope.attention_factor)
             for frequencies, rope in zip(self.inverse_frequencies, self._ropes, strict=True)
@@ -311,7 +311,7 @@ class CausalDecoder(nn.Module):
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether CUDA graphs can hold what lies between attentions."""
+        """True if CUDA graphs can hold what lies between attentions."""
         return self.config.moe is None or self._ops.can_record_experts
 
     @property
@@ -360,11 +360,11 @@ class CausalDecoder(nn.Module):
 
 @contextmanager
 def one_layer_of_each_kind(model: object) -> Iterator[None]:
-    """Leave the other layers of a `CausalDecoder` out: those alike run the same kernels on the same
-    shapes, so a step of one of them is a rehearsal of all in a fraction of the time. The last one
-    stays in any case: it computes no more than the tokens whose hidden states are wanted."""
+    """Skip the other layers of a `CausalDecoder`: layers of one kind run the same kernels on the
+    same shapes, so a step through one rehearses all in a fraction of the time. The last layer
+    stays, as it computes only the tokens whose hidden states are wanted."""
     if not isinstance(model, CausalDecoder):
-        yield  # whose layers are not ours to leave out
+        yield  # other models keep all their layers
         return
     layers = model.layers
     kinds: dict[object, DecoderLayer] = {}

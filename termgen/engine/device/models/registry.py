@@ -86,8 +86,8 @@ def _linear_method(quantization: str | None, device: torch.device) -> Any:
 
 
 def check_memory(needed_bytes: int) -> None:
-    """Refuse weights that do not fit, before anything is allocated: a machine that swaps them is
-    of no use, and a hostile config must not ask for terabytes."""
+    """Refuse weights that do not fit in memory, before anything is allocated: swapping is useless,
+    and a hostile config may ask for terabytes."""
     if not hasattr(os, "sysconf"):
         return
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -35,8 +35,8 @@ from termgen.errors import UnsupportedModelError
 _TEXT_TOKENS = 24
 _MOST_DIFFERENCE = {torch.float32: 1e-3}
 _MOST_DIFFERENCE_HALF = 0.1
-"""Between a token's hidden states beside different neighbours, relative. Rounding may differ with
-the place in a batch; a neighbour's influence is far larger."""
+"""Limit of the relative difference between a token's hidden states with different neighbours.
+Rounding may depend on the place in a batch; a neighbour's influence is far larger."""
 
 
 class TransformersDecoder(nn.Module):
@@ -78,7 +78,7 @@ class TransformersDecoder(nn.Module):
             self._paged.context = None
 
     def _hidden(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        # A row that has ended may run on past the last position, which a table would not have.
+        # A row that has ended may continue past the last position of a table.
         positions = positions.clamp(max=self.config.max_position_embeddings - 1)
         output = self.base(
             input_ids=input_ids.long()[None], position_ids=positions[None], use_cache=False
@@ -116,8 +116,8 @@ class TransformersDecoder(nn.Module):
         install(self.base, self._paged)
 
     def _check_tokens_stay_apart(self) -> None:
-        """A token's states must depend on its id and its position alone, neither on its place in
-        the row nor on its neighbours, when attention shows it nothing else."""
+        """Check that a token's states depend on its id and position alone, not on its place in the
+        row or its neighbours, when attention is limited to the token itself."""
         last = self.config.max_position_embeddings - 1
         ids = torch.tensor([1, 2, 3], device=self.device) % self.config.vocab_size
         positions = torch.tensor([0, 7, 2], device=self.device).clamp(max=last)
@@ -134,8 +134,8 @@ class TransformersDecoder(nn.Module):
                 )
 
     def _check_one_text(self) -> None:
-        """A short text must have the states that transformers gives it when it chooses positions,
-        masks and attention itself.
+        """Check that a short text has the states that transformers computes with its own positions,
+        masks and attention.
 
         In half precision a token's experts may change with rounding, so there the median token
         counts; wrong positions or masks change almost all of them.

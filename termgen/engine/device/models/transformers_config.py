@@ -93,7 +93,7 @@ def read_transformers_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 @contextmanager
 def refusals_of(architecture: str) -> Iterator[None]:
-    """Turns whatever foreign code raises into one line that names the model."""
+    """Turn any exception of transformers' code into one line that names the model."""
     try:
         yield
     except TermgenError as error:
@@ -104,7 +104,7 @@ def refusals_of(architecture: str) -> Iterator[None]:
 
 
 def _in_words(error: Exception) -> str:
-    """Why transformers' code failed, for a reader who does not know that code."""
+    """The reason transformers' code failed, for readers who do not know that code."""
     if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
         return "it chooses its attention from a list of its own, without one for a paged KV cache"
     if isinstance(error, torch.OutOfMemoryError):
@@ -121,7 +121,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _is_raised_by_statement(error: Exception) -> bool:
-    """Whether a `raise` statement made it, with a text for readers, and not an operation."""
+    """True if a `raise` statement made it, with a text for readers, and not an operation."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and (frames[-1].line or "").startswith("raise")
 
@@ -132,7 +132,7 @@ def _refusal(architecture: str, reason: str) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the bars and reports that transformers writes over a terminal's screen."""
+    """Silence the progress bars and reports that transformers writes to the terminal."""
     from transformers.utils import logging
 
     hf_logging: Any = logging  # untyped
@@ -242,8 +242,8 @@ def split(hf_model: Any) -> tuple[nn.Module, LogitsHead]:
 
 
 class LogitsHead(nn.Module):
-    """A model whose hidden states are given: what is left of its code turns them into logits, with
-    whatever scale or cap its architecture has."""
+    """The rest of a model after its hidden states: turns them into logits, with the scale or cap of
+    its architecture."""
 
     def __init__(self, hf_model: Any) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class LogitsHead(nn.Module):
 
 
 class _GivenHidden(nn.Module):
-    """Stands where the base model was."""
+    """Takes the place of the base model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class _GivenHidden(nn.Module):
 
 
 class _GivenOutput:
-    """An output of a base model that has hidden states and nothing else to tell."""
+    """A base model's output that has only hidden states."""
 
     def __init__(self, hidden: torch.Tensor | None) -> None:
         self.last_hidden_state = hidden

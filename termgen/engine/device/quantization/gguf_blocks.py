@@ -31,7 +31,7 @@ def dequantize(
     out = torch.empty(len(blocks), ggml_type.block_size, dtype=torch.float32)
     step = max(CHUNK_ELEMENTS // ggml_type.block_size, 1)
     for start in range(0, len(blocks), step):
-        # The copy brings the chunk in from the file, aligned and writable as torch wants it.
+        # The copy reads the chunk from the file, aligned and writable as torch requires.
         chunk = torch.from_numpy(blocks[start : start + step].copy())
         expand(chunk, out[start : start + step])
     return out.view(shape)

@@ -6,12 +6,12 @@
 4. `async_output`: the step's tokens on their way to the host, and when the step ran.
 5. `build`: a start from top to bottom; `build_runner` calls everything below.
 6. `resolve`: settings that the configuration leaves to the machine.
-7. `memory`: where the device's memory goes.
+7. `memory`: accounting of the device's memory.
 
-Skip on a first reading, the steps are right without them:
+Skip on a first reading, as steps are correct without them:
 
-8. `dispatch`, `cuda_graphs`, `piecewise_graphs`: recorded steps. Which one fits; whole ones; ones
-   that are cut at attention.
+8. `dispatch`, `cuda_graphs`, `piecewise_graphs`: CUDA graphs of steps. The choice of a graph; full
+   graphs; piecewise graphs, cut at attention.
 9. `warm_up`: compiles every kernel before the first request.
-10. `sleep`: gives memory back while the engine sleeps.
+10. `sleep`: releases memory while the engine sleeps.
 """

@@ -1,7 +1,7 @@
-"""Brings one step's results to the host without stopping the device, and says when it ran.
+"""Copies a step's results to the host without stopping the device, and measures when it ran.
 
-The only place of the step path where device values become host values. First the results, then the
-clock that they are timed by.
+The only place on the step path where device values become host values. First the results, then the
+clock for their times.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 @dataclass(slots=True)
 class Launch:
-    """One step's launch: all that its result says besides what was sampled."""
+    """One step's launch: everything in its result besides the samples."""
 
     plan: StepPlan
     dispatch: Dispatch
     started_ns: int
-    """perf_counter_ns when the host began it; reported only where there is no `device_start`."""
+    """perf_counter_ns when the host began it; reported only if there is no `device_start`."""
     device_start: DeviceStart | None = None
     model_span_ns: tuple[int, int] = (0, 0)
     """See `StepResult`."""
@@ -56,7 +56,7 @@ class Launch:
 
 
 class RecordedOutput:
-    """A step whose tokens need no copy: a recording writes them to memory of the host."""
+    """A step whose tokens need no copy: its CUDA graph writes them to host memory."""
 
     def __init__(self, launch: Launch, tokens: IntArray) -> None:
         """tokens: [padded rows], written when the step has ended."""
@@ -66,7 +66,7 @@ class RecordedOutput:
         self._device_end = start.clock.end() if start is not None else None
 
     def result(self) -> StepResult:
-        """Wait for the end of the step, with the GIL released, and hand out plain arrays."""
+        """Wait for the end of the step, with the GIL released, and return numpy arrays."""
         if self._device_end is not None:
             self._device_end.synchronize()
         return self._make_result(self._tokens, was_waited_for=self._device_end is not None)
@@ -86,7 +86,7 @@ class RecordedOutput:
             clock, mark = launch.device_start
             started_ns, ended_ns = clock.read(mark, self._device_end, ended_ns)
         plan, dispatch = launch.plan, launch.dispatch
-        tokens = tokens[: plan.num_rows].copy()  # the memory is written again
+        tokens = tokens[: plan.num_rows].copy()  # the memory is reused
         num_sampled, corrupt = plan.num_tokens, None
         if not plan.is_decode or np.minimum.reduce(tokens, initial=0) < 0:  # some row sampled none
             is_sampled = tokens >= 0
@@ -111,9 +111,9 @@ class RecordedOutput:
 
 
 class AsyncOutput(RecordedOutput):
-    """A step's results on their way to the host.
+    """A step whose results are being copied to the host.
 
-    On CUDA the copies run on `copy_stream` behind the compute stream, and `result` waits for their
+    On CUDA the copies run on `copy_stream` after the compute stream, and `result` waits for their
     event with the GIL released. The device tensors are kept alive until then.
     """
 
@@ -130,14 +130,14 @@ class AsyncOutput(RecordedOutput):
         with torch.cuda.stream(copy_stream):
             if self._device_end is None:
                 copy_stream.wait_stream(compute)
-            else:  # recorded behind the step: no need for an event more
+            else:  # already recorded after the step: no further event needed
                 copy_stream.wait_event(self._device_end)  # type: ignore[arg-type]
             self._host = tuple(t.to("cpu", non_blocking=True) for t in self._host)
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(copy_stream)
 
     def result(self) -> StepResult:
-        """Wait for the copies and hand out plain arrays."""
+        """Wait for the copies and return numpy arrays."""
         if self._event is not None:
             self._event.synchronize()
         tokens, *arrays = (t.numpy() for t in self._host)
@@ -149,13 +149,13 @@ class AsyncOutput(RecordedOutput):
         return self._make_result(tokens, logprobs, of_prompts, was_waited_for=is_waited_for)
 
 
-# The clock. With steps queued, the time of a launch says little about when the device came to it.
-# Two events around the step's operations say it exactly, but only relative to other events. The
-# runner makes one clock per engine on CUDA; nothing waits for the device once the clock is made.
+# The clock. With queued steps, the time of a launch says little about when the device ran it. Two
+# events around the step's operations are exact, but only relative to other events. The runner has
+# one clock per engine on CUDA; once it is created, it never waits for the device.
 
 REFERENCE_MS = 4096.0
-"""After so long another event is the reference: times between events are float32, which
-this far apart still counts quarters of a microsecond."""
+"""Interval after which another event becomes the reference: times between events are float32, which
+at this distance still resolve quarters of a microsecond."""
 
 
 class TimingEvent(Protocol):
@@ -164,7 +164,7 @@ class TimingEvent(Protocol):
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """True if the event has happened."""
         ...
 
     def elapsed_time(self, end: Any, /) -> float:
@@ -173,15 +173,15 @@ class TimingEvent(Protocol):
 
 
 def cuda_event(*, spins: bool = False) -> TimingEvent:
-    """spins: the thread that waits for it keeps a core busy instead of going to sleep."""
+    """spins: the waiting thread keeps a core busy instead of sleeping."""
     return torch.cuda.Event(enable_timing=True, blocking=not spins)  # type: ignore[no-untyped-call]
 
 
 class DeviceClock:
     """Maps events of the current stream to `time.perf_counter_ns`.
 
-    The host sees an event some time after it happened, never before: the smallest such delay seen
-    is taken for zero, so that the two clocks cannot drift apart.
+    The host notices an event some time after it happened, never before: the smallest delay seen is
+    taken as zero, so that the two clocks cannot drift apart.
     """
 
     def __init__(
@@ -190,11 +190,10 @@ class DeviceClock:
         now_ns: Callable[[], int] = time.perf_counter_ns,
         stream: Any = None,
     ) -> None:
-        """stream: the one that steps are launched on; None for the current one, which torch looks
-        up at every mark."""
+        """stream: of the steps; None: the current one, which torch looks up at every mark."""
         self._make_event = make_event
         self._spare: list[TimingEvent] = []
-        """Marks that have been read: making an event takes as long as recording it."""
+        """Marks that have been read, for reuse: creating an event takes as long as recording it."""
         self._stream = stream
         self._reference = self.mark()
         self._reference.synchronize()
@@ -203,7 +202,7 @@ class DeviceClock:
         self._last_end: TimingEvent | None = None
 
     def mark(self) -> TimingEvent:
-        """An event that happens when everything launched so far is done."""
+        """An event that fires when everything launched so far is done."""
         event = self._spare.pop() if self._spare else self._make_event()
         event.record(self._stream)
         return event
@@ -212,26 +211,26 @@ class DeviceClock:
         return DeviceStart(self, self.mark())
 
     def end(self) -> TimingEvent:
-        """A mark behind the operations of a step."""
+        """A mark after the operations of a step."""
         self._last_end = self.mark()
         return self._last_end
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is on the device still."""
+        """True while a step runs on the device."""
         return self._last_end is not None and not self._last_end.query()
 
     def read(self, start: TimingEvent, end: TimingEvent, seen_ns: int) -> tuple[int, int]:
-        """Host times of two marks that have happened, as the host saw at `seen_ns`.
+        """Host times of two marks that have happened, as the host noticed at `seen_ns`.
 
-        They may be used again from now on: to be read once.
+        The marks are reused afterwards, so read them only once.
         """
         since_ms = self._reference.elapsed_time(end)
-        if since_ms > 2 * REFERENCE_MS:  # after a long rest nothing is known of the drift
+        if since_ms > 2 * REFERENCE_MS:  # after a long idle time the drift is unknown
             self._reference_ns = seen_ns - since_ms * 1e6
         end_ns = self._reference_ns + since_ms * 1e6
         delay_ns = seen_ns - end_ns
-        if delay_ns < 0:  # the reference was thought later than it was
+        if delay_ns < 0:  # the reference was estimated too late
             self._reference_ns += delay_ns
             end_ns, delay_ns = float(seen_ns), 0.0
         self._least_delay_ns = min(self._least_delay_ns, delay_ns)
@@ -247,7 +246,7 @@ class DeviceClock:
 
 
 class DeviceStart(NamedTuple):
-    """Where a step begins in the compute stream, and the clock to read it by."""
+    """The mark of a step's begin in the compute stream, and its clock."""
 
     clock: DeviceClock
     mark: TimingEvent

@@ -56,7 +56,7 @@ from termgen.vocabulary.step import DeviceInfo
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-"""Called with a phase and the fraction of it that is done."""
+"""Called with a phase and its completed share."""
 
 
 def build_runner(
@@ -68,7 +68,7 @@ def build_runner(
 ) -> tuple[ModelRunner, DeviceInfo]:
     """Load the model at `path` and size everything around it. Raises ConfigError or ModelError.
 
-    What steps and graphs take is measured before the KV cache gets the rest.
+    The memory of steps and graphs is measured before the KV cache gets the rest.
     """
     on_progress(READING_CONFIG, 0.0)
     device = resolve.resolve_device(config.device)
@@ -83,7 +83,7 @@ def build_runner(
         attention, shape, passed_over = make_backend(
             config.attention_backend, _attention_shape(config, model_config, limits, dtype, device)
         )
-    if passed_over and device.type == "cuda":  # on a CPU nothing else is expected
+    if passed_over and device.type == "cuda":  # a CPU has no faster backend
         logger.warning("%s; using %s", passed_over, attention.name)
 
     def report(phase: str) -> Callable[[float], None]:
@@ -127,7 +127,7 @@ def build_runner(
                 runner, dispatcher, recorder, progress, in_background=in_background
             )
         with memory.making("activations"):
-            run_largest_steps(runner)  # the first real steps find their memory in place again
+            run_largest_steps(runner)  # allocate again what the first real steps need
     log_implementation(runner)
     ledger = memory.ledger(
         kv_bytes=kv_bytes,
@@ -191,7 +191,7 @@ def _make_runner(
 def _size_kv_cache(
     runner: ModelRunner, max_model_len: int, memory: MemoryAccount
 ) -> tuple[int, int]:
-    """Its blocks, and the longest context that they can hold."""
+    """(number of blocks, longest context that they can hold)."""
     block_size, bytes_per_block = runner.block_size, runner.bytes_per_block()
     num_blocks = memory.num_blocks(
         block_size=block_size,
@@ -250,7 +250,7 @@ def load_model(
     shape: AttentionShape,
     on_progress: Callable[[float], None],
 ) -> CausalDecoder | TransformersDecoder:
-    """A model that is ready to run, by termgen's own code or by transformers'.
+    """Load a model, with termgen's own code or transformers'.
 
     Raises ModelError or ConfigError.
     """
@@ -318,7 +318,7 @@ def _make_ops(shape: AttentionShape) -> LayerOps:
     return TritonOps()
 
 
-# The recordings: which steps to record as CUDA graphs, what they will take, and making them.
+# CUDA graphs: the choice of steps to record, their memory, and recording them.
 
 
 def choose_graphs(
@@ -329,10 +329,10 @@ def choose_graphs(
     attention: AttentionBackend,
     model: object,
 ) -> CudaGraphDispatcher:
-    """The sizes of each kind of recording, or why there are none.
+    """The sizes of each kind of recording, or the reason for none.
 
-    Attention that cannot be part of a recording can still run between two: where all steps were to
-    be recorded, they are recorded in pieces then.
+    If attention cannot be part of a recording it runs between recorded pieces, provided that all
+    steps were to be recorded.
     """
     mode = config.cudagraph_mode
     graph_modes = attention.capabilities.graph_modes
@@ -376,10 +376,10 @@ def expect_recordings(
     recorder: CudaRecorder,
     memory: MemoryAccount,
 ) -> CudaGraphDispatcher:
-    """Makes the largest recordings and forgets them, so that `memory` knows what all will take.
+    """Make the largest recordings and drop them, so that `memory` knows the size of all.
 
-    What to record after all: code of transformers that cannot be recorded runs without, and the
-    reason is every step's.
+    Returns the recordings to make: none if transformers' code cannot be recorded, with the reason
+    for every step.
     """
     largest = dispatcher.largest()
 
@@ -409,7 +409,7 @@ def record_steps(
     *,
     in_background: bool = False,
 ) -> FullGraphs:
-    """Recordings of the runner's steps; none, as above, of code that cannot be recorded.
+    """Record the runner's steps; none if transformers' code cannot be recorded.
 
     in_background: only the most useful now, the others in idle moments.
     """
@@ -424,7 +424,7 @@ def record_steps(
 
 def _without_recordings(runner: ModelRunner, error: RecordingError) -> CudaGraphDispatcher:
     if runner.config.implementation == "termgen":
-        raise error  # our own code can be recorded
+        raise error  # termgen's own code can always be recorded
     reason = f"{runner.config.architecture} cannot be recorded: {error}"
     logger.warning("%s; its steps run without CUDA graphs", reason)
     return CudaGraphDispatcher((), disabled_reason=reason)

@@ -1,11 +1,11 @@
 """Recordings of whole steps, and their replay; `piecewise_graphs` has those cut at attention.
 
-Skip on a first reading: a replayed step gives what `ModelRunner` launches one by one.
+Skip on a first reading: a replayed step computes what `ModelRunner` launches op by op.
 
-A full graph holds input preparation, the model, sampling, the state update and the hand-over of
-the tokens to a ring, all reading their lengths and rows from device memory. Replaying a step whose
-rows are those of the step before uploads nothing at all. Steps whose sampling is unusual, or waits
-for masks, have graphs that end with hidden states.
+A full graph has input preparation, the model, sampling, the state update and the push of the tokens
+to a ring; all read their lengths and rows from device memory. Replaying a step with the rows of the
+previous step uploads nothing. Steps whose sampling is unusual, or waits for masks, have graphs that
+end with hidden states.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def tensors_of(owner: str, holder: Any) -> list[NamedTensor]:
 
 
 class AddressCheck:
-    """Checks that what recordings read still lies where it was when they were made. For debugging.
+    """Checks that the tensors of recordings still have their addresses. For debugging.
 
-    A graph holds addresses, not tensors: one that was allocated anew since is read where it used to
-    lie, without an error. Used with the setting `debug`; costs some microseconds a tensor.
-    `tensors` gives what recordings read, by name; one that does not exist yet when a recording is
-    made is not read by it.
+    A graph has addresses, not tensors: a tensor reallocated since would be read at its old address,
+    without an error. Used with the setting `debug`; costs microseconds per tensor. `tensors` yields
+    the tensors of recordings by name; those that do not exist yet when a recording is made are not
+    part of it.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[NamedTensor]]) -> None:
@@ -86,18 +86,18 @@ DeviceStep = Callable[
 ModelRunner.step_on_device."""
 
 Recording = BatchDescriptor | int
-"""What tells recordings apart: of a whole step its descriptor, of pieces their token count."""
+"""Key of a recording: the descriptor of a full graph, or the token count of piecewise graphs."""
 
 RING_SIZE = 32
 """Steps whose tokens are kept: more than ever are in flight."""
 assert RING_SIZE > MAX_STEPS_IN_FLIGHT
 
 MOST_PADDING = 2
-"""How many times as many tokens a recording may have that stands in for a missing one."""
+"""Largest ratio of tokens of a recording that replaces a missing one."""
 
 
 class RecordingError(Exception):
-    """Operations that cannot be recorded, and why: the host waits for the device within them."""
+    """Operations that cannot be recorded, with the reason: the host waits for the device."""
 
 
 def _first_line(error: Exception) -> str:
@@ -107,7 +107,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """Operations to record, of which less has to be run before."""
+    """Operations to record, with a shorter rehearsal to run before."""
 
     operations: Callable[[], None]
     rehearsal: Callable[[], None]
@@ -118,10 +118,10 @@ class Rehearsed:
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share one memory pool, on a stream of its own.
+    """Records CUDA graphs that share one memory pool, on its own stream.
 
-    Begins and ends captures itself: `torch.cuda.graph` collects garbage and empties the allocator's
-    cache every time, which for a hundred recordings takes seconds.
+    Does not use `torch.cuda.graph`, which collects garbage and empties the allocator's cache every
+    time: seconds for a hundred recordings.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def new_pool(self) -> None:
-        """What was recorded so far is gone: further recordings share memory of their own."""
+        """Use a new memory pool, as the recordings so far have been dropped."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, operations: Callable[[], None]) -> Callable[[], None]:
@@ -140,7 +140,7 @@ class CudaRecorder:
                 # Compiles kernels and fills caches, which is not allowed while recording.
                 (operations.rehearsal if isinstance(operations, Rehearsed) else operations)()
             finally:
-                self._stream.synchronize()  # steps may follow, whatever became of this one
+                self._stream.synchronize()  # steps may follow, even if this failed
             graph.capture_begin(pool=self._pool)
             try:
                 operations()
@@ -157,7 +157,7 @@ class CudaRecorder:
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that failed, so that the device can be used as before."""
         with suppress(RuntimeError):
-            graph.capture_end()  # which says again that it failed, unless it was ended before
+            graph.capture_end()  # raises again that it failed, unless it was ended before
         with suppress(RuntimeError):
             # The allocator keeps memory for the capture until this call: capture_end fails first.
             torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
@@ -165,7 +165,7 @@ class CudaRecorder:
 
 
 class FullGraphs:
-    """One recording per batch descriptor, and `pieces` for the steps that none of them serves."""
+    """Full graphs by batch descriptor, and `pieces` for the steps that none of them fits."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class FullGraphs:
         self._why_missing = "not recorded yet"
         self._next_ring_row = 0
         self._last: tuple[object, Dispatch] | None = None
-        """What the last step was found by, and what was found."""
+        """(key, result) of the last lookup."""
 
     @property
     def num_waiting(self) -> int:
@@ -240,7 +240,7 @@ class FullGraphs:
         return found.padded_tokens in self.pieces.recorded
 
     def _stand_in(self, found: Dispatch) -> Dispatch | None:
-        """A larger recording in place of one that is not made yet."""
+        """A larger recording to replace one that is not made yet."""
         if found.descriptor is not None:
             other = next_larger(found.descriptor, tuple(self._replays), most_padding=MOST_PADDING)
             return None if other is None else Dispatch(GraphMode.FULL, other, other.num_tokens)
@@ -358,8 +358,8 @@ class FullGraphs:
         return True
 
     def pushed(self, num_rows: int) -> StepTensors | IntArray:
-        """Where the tokens [num_rows] are that the step launched last pushes to the ring, for
-        RING_SIZE steps: the host's memory, or else the device's."""
+        """The tokens [num_rows] that the last launched step pushes to the ring, valid for RING_SIZE
+        steps: in host memory if mapped, else on the device."""
         row = self._next_ring_row
         self._next_ring_row = (row + 1) % RING_SIZE
         if self.ring.host is None:
@@ -378,7 +378,7 @@ class FullGraphs:
 # capture in the background serving waits only for the most useful sizes.
 
 USEFUL_DECODES = 8
-"""Rows up to which decodes are recorded before anything is served: a conversation, or a few."""
+"""Decodes with up to this many rows are recorded before serving: a few conversations."""
 USEFUL_TOKENS = 128
 """Likewise the tokens of steps that hold prompts: most chat messages."""
 
@@ -413,7 +413,7 @@ def _is_useful(descriptor: BatchDescriptor) -> bool:
 
 
 def _by_use(descriptors: Sequence[BatchDescriptor]) -> list[BatchDescriptor]:
-    """Smallest first: few requests run at once far more often than many."""
+    """Smallest first, as small batches are the most frequent."""
     return sorted(descriptors, key=lambda d: (d.num_tokens, not d.is_decode))
 
 

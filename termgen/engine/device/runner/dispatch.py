@@ -17,8 +17,8 @@ from termgen.vocabulary.step import SamplingNeeds
 
 class GraphMode(enum.StrEnum):
     FULL = "FULL"
-    """The whole step is one graph: inputs, model, sampling, state update. Or all but the last two,
-    where sampling is unusual or waits for masks."""
+    """The whole step is one graph: inputs, model, sampling, state update; without the last two if
+    sampling is unusual or waits for masks."""
     PIECEWISE = "PIECEWISE"
     """Inputs and model are graphs with attention between them; sampling is launched after them."""
     NONE = "NONE"
@@ -31,11 +31,11 @@ class SamplingVariant(enum.StrEnum):
     PLAIN = "plain"
     """Greedy rows and rows with a temperature."""
     FILTERED = "filtered"
-    """Those, and rows with top-k, top-p or min-p."""
+    """The same, and rows with top-k, top-p or min-p."""
     OUTSIDE = "outside"
-    """None: it ends with hidden states, and any sampling is launched behind it."""
+    """No sampling: the graph ends with hidden states, and sampling is launched after it."""
     MASKED = "masked"
-    """Only that: what a step of the kind before left out, with rows under a grammar and filters."""
+    """Sampling only, for a step of the OUTSIDE graph, with constrained rows and filters."""
 
 
 def variant_of(needs: SamplingNeeds) -> SamplingVariant:
@@ -50,7 +50,7 @@ NEEDS = {
     SamplingVariant.FILTERED: SamplingNeeds(filters=True),
     SamplingVariant.MASKED: SamplingNeeds(filters=True, grammar=True),
 }
-"""What the recordings that sample do."""
+"""Sampler features of the recordings that sample."""
 
 EVERYTHING = SamplingNeeds(
     filters=True,
@@ -60,7 +60,7 @@ EVERYTHING = SamplingNeeds(
     edits=True,
     max_logprobs=MAX_LOGPROBS,
 )
-"""All that rows may ask of a sampler, at once."""
+"""All sampler features at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""From a plan and the device's rows to the tensors one step computes on.
+"""Builds a step's input tensors from its plan and the device's rows.
 
 Everything that depends on token counts known only to the device (ids, positions, lengths, where
 KV goes) is computed on the device from its own rows. Buffers are allocated once; a step uses
@@ -32,7 +32,7 @@ class InputBatch:
     metadata: AttentionMetadata
 
     def last_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [B, ...]: what belongs to each row's last token."""
+        """[T, ...] -> [B, ...]: the values of each row's last token."""
         return values if self.logits_indices is None else values[self.logits_indices]
 
 
@@ -44,7 +44,7 @@ class InputBuffers:
     ) -> None:
         self.block_size = block_size
         self.fused = not why_unusable(device)
-        """Whether one kernel does the work of many torch operations."""
+        """True if one kernel replaces many torch operations."""
         self._block_table: torch.Tensor | None = None  # [rows, max_blocks], where it is used
 
         def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -58,7 +58,7 @@ class InputBuffers:
         self.arange = torch.arange(max(max_num_tokens, max_num_seqs) + 1, device=device)
 
     def prepare(self, plan: StepPlan, state: RequestState) -> InputBatch:
-        """Compute a step's inputs on the device. No value comes back to the host."""
+        """Compute a step's inputs on the device, without any copy to the host."""
         header = state.upload(np.stack((plan.slots, plan.num_tokens)).astype(np.int64))
         slots, num_tokens = header[0], header[1]
         max_seq_len = int((plan.num_computed + plan.num_tokens).max())
@@ -87,8 +87,8 @@ class InputBuffers:
     ) -> InputBatch:
         """Inputs of a step with any number of tokens per row, padded rows and tokens included.
 
-        total: at least the sum of num_tokens; what is above it is padding, computed for no request.
-        num_decodes: None where only the device knows. All else is read from device memory.
+        total: at least the sum of num_tokens; the rest is padding. num_decodes: None if only the
+        device knows. Everything else is read from device memory.
         """
         num_rows = slots.shape[0]
         ends = num_tokens.cumsum(0)
@@ -130,8 +130,8 @@ class InputBuffers:
     ) -> InputBatch:
         """Inputs of a step with one token per row, padded rows included.
 
-        Everything that varies from step to step is read from device memory, so a recording of
-        these operations stays right.
+        Everything that varies from step to step is read from device memory, so that these
+        operations can be recorded.
         """
         num_rows = slots.shape[0]
         num_blocks = self._num_blocks(max_seq_len)
@@ -229,7 +229,7 @@ class InputBuffers:
 
 
 class RowHeader:
-    """The slots a recorded step computes and the tokens of each: all it takes from the host.
+    """The slots of a recorded step and their token counts: its only input from the host.
 
     Row i is slot `tensor[0, i]` and `tensor[1, i]` tokens; the rest is padding. Every recording
     reads this one buffer. It is sent only when the rows changed: a replay of the same rows uploads

@@ -1,12 +1,11 @@
-"""Keeps account of a device's memory while an engine starts, and sizes the KV cache with it.
+"""Measures a device's memory while an engine starts, and sizes the KV cache.
 
-Called by the runner's builder: it says what is being made, this measures what that took, gives the
-KV cache what is truly left, and turns an allocation that fails into an error that names the setting
-to change. The outcome is a `MemoryLedger`. Knows nothing of how models, steps and graphs work.
+The runner's builder reports what it allocates; this module measures it, gives the KV cache the
+memory that is left, and turns a failed allocation into an error that names the setting to change.
+The result is a `MemoryLedger`. Knows nothing of models, steps and graphs.
 
-What is always held by the process is weights, workspace and KV cache. Beside it stand activations:
-the allocator's memory that no tensor lives in between steps. It is measured by running the
-heaviest steps there can be.
+Weights, workspace and KV cache are held permanently. Activations are the allocator's memory that no
+tensor uses between steps, measured by running the heaviest possible steps.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class MemoryMeter(Protocol):
     """One device, seen from this process."""
 
     name: str
-    """For people: `GPU memory`."""
+    """Name for people, such as `GPU memory`."""
     counts_tensors: bool
-    """Whether `allocated` and `reserved` mean anything. Where they do not, tensors take memory as
-    they are written to, and their sizes are added up instead."""
+    """True if `allocated` and `reserved` are meaningful. Otherwise tensors take memory when written
+    to, and their sizes are added up instead."""
     segment_bytes: int
     """A large tensor takes a multiple of this."""
 
@@ -46,11 +45,11 @@ class MemoryMeter(Protocol):
         ...
 
     def reserved(self) -> int:
-        """Bytes taken from the device: live tensors, and what is kept for later ones."""
+        """Bytes taken from the device: live tensors and the allocator's cache."""
         ...
 
     def release(self) -> None:
-        """Give back what is kept for later."""
+        """Return the allocator's cache to the device."""
         ...
 
 
@@ -106,7 +105,7 @@ class HostMeter:
         return 0
 
     def release(self) -> None:
-        """The C library keeps freed pages of up to 32 MiB for itself until it is asked."""
+        """Make the C library return freed memory, of which it keeps blocks up to 32 MiB."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
         if trim is not None:  # glibc's
             trim(0)
@@ -117,11 +116,11 @@ def make_meter(device: torch.device) -> MemoryMeter:
 
 
 CPU_KV_BYTES = GIB
-"""KV cache on a CPU unless told otherwise; grown to hold one full context if memory allows."""
+"""Default KV cache on a CPU; grown to hold one full context if memory allows."""
 
 LEAST_BYTES_PER_GRAPH = 2 * MIB
-"""Set aside for one more recording, whose memory all share but for what the driver keeps. It keeps
-less for small models, but gets it from the device in such pieces."""
+"""Reserve per recording. Recordings share their memory except for the driver's, which is less for
+small models but is allocated in pieces of this size."""
 
 ADVICE: dict[str, tuple[str, str]] = {
     "workspace": (
@@ -138,7 +137,7 @@ ADVICE: dict[str, tuple[str, str]] = {
         "CUDA graphs: set cudagraph_mode to none, or lower max_num_seqs or gpu_memory_utilization",
     ),
 }
-"""What is being made -> the setting to blame, and what to do when it does not fit."""
+"""Part being allocated -> (setting at fault, advice if it does not fit)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ class MemoryAccount:
     # -- what is made ----------------------------------------------------------------------
 
     def check_others(self) -> None:
-        """Raises ConfigError when others hold all that gpu_memory_utilization grants."""
+        """Raises ConfigError if other processes use all that gpu_memory_utilization grants."""
         held = self.total - self._free_at_start
         if self._is_sized_by_share and held >= self.limit:
             raise ConfigError(
@@ -199,11 +198,11 @@ class MemoryAccount:
                 "free memory, or choose a smaller model or dtype"
             ) from error
         finally:
-            self._meter.release()  # what converting them took
+            self._meter.release()  # temporary memory of the conversion
 
     @contextmanager
     def making(self, part: str) -> Iterator[None]:
-        """Raises ConfigError, by ADVICE, when what is made inside does not fit."""
+        """Raises ConfigError with the text of ADVICE if an allocation inside fails."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -218,7 +217,7 @@ class MemoryAccount:
             ) from error
 
     def measure_activations(self, run_steps: Callable[[], None]) -> None:
-        """run_steps: runs the steps that take most."""
+        """run_steps: runs the heaviest steps."""
         with self.making("activations"):
             self._meter.release()
             run_steps()
@@ -227,10 +226,10 @@ class MemoryAccount:
     def expect_graphs(
         self, record: Callable[[], object], *, num_recorded: int, num_wanted: int
     ) -> None:
-        """Find out what graphs will take, by making the largest ones and forgetting them.
+        """Estimate the graphs' memory by making the largest ones and dropping them.
 
-        record: makes `num_recorded` of the `num_wanted` graphs and returns them. Called twice, into
-        one pool: the first time shows the pool, the second what only the driver takes.
+        record: makes `num_recorded` of the `num_wanted` graphs and returns them. Called twice with
+        one pool: the first call shows the pool's size, the second the driver's memory alone.
         """
         with self.making("graphs"):
             first = record()
@@ -248,7 +247,7 @@ class MemoryAccount:
 
     @contextmanager
     def recording_graphs(self) -> Iterator[None]:
-        """Around making all graphs that stay."""
+        """Measure the recording of all graphs, inside the block."""
         with self.making("graphs"):
             self._meter.release()
             free, _ = self._meter.free_and_total()
@@ -265,10 +264,10 @@ class MemoryAccount:
     # -- the KV cache ----------------------------------------------------------------------
 
     def room_for_kv(self, limit: int, *, kv_bytes: int = 0, num_tensors: int = 0) -> int:
-        """Bytes a KV cache may take while no more than `limit` of the device is in use.
+        """Bytes a KV cache may take with no more than `limit` of the device in use.
 
-        kv_bytes: of the cache that is there now and will be dropped. num_tensors: how many the new
-        one consists of, each of which is rounded up.
+        kv_bytes: of the present cache, which will be dropped. num_tensors: of the new cache, each
+        of which is rounded up.
         """
         free, total = self._meter.free_and_total()
         tensors = max(0, self._meter.allocated() - kv_bytes)
@@ -287,7 +286,7 @@ class MemoryAccount:
     ) -> int:
         """Number of KV blocks, the null block included.
 
-        Raises ConfigError naming what to change when they, or not even a few, fit.
+        Raises ConfigError naming the setting to change if they do not fit.
         """
         config = self._config
         limit = self.limit if self._is_sized_by_share else self.total
@@ -327,7 +326,7 @@ class MemoryAccount:
     ) -> int:
         """The context a KV cache of this size can hold for one request.
 
-        A longer context that was asked for is an error; one taken from the model is cut to fit.
+        A longer context from the settings is an error; the model's own is reduced to fit.
         """
         config = self._config
         capacity = (num_blocks - 1) * block_size + 1  # the last token's KV is never stored
@@ -350,8 +349,8 @@ class MemoryAccount:
     def ledger(
         self, *, kv_bytes: int, kv_tokens: int, are_graphs_made: bool = True
     ) -> MemoryLedger:
-        """Where the memory is now. kv_bytes: of the KV cache, which is allocated. are_graphs_made:
-        otherwise what was set aside for graphs is theirs, whether or not they have taken it."""
+        """The current use of memory. kv_bytes: of the allocated KV cache. are_graphs_made: if
+        false, the graphs' reserve counts as theirs."""
         free, total = self._meter.free_and_total()
         kept = self._kept()
         activations = max(self.activations, kept)
@@ -361,8 +360,7 @@ class MemoryAccount:
         if not are_graphs_made:
             graphs = max(taken, self.expected_graphs)
         held = self.weights + workspace + kv_bytes + activations + graphs
-        # Not free: what steps will take again, graphs to come, and pages of the KV cache that are
-        # not yet written to.
+        # Not free: activations, graphs to be recorded, and unwritten pages of the KV cache.
         promised = activations - kept + graphs - taken
         promised += 0 if self._meter.counts_tensors else kv_bytes
         free = max(0, min(free - promised, total - held))
@@ -382,18 +380,18 @@ class MemoryAccount:
         )
 
     def _kept(self) -> int:
-        """What the allocator holds for later steps, the graphs' pool aside."""
+        """The allocator's cache for later steps, without the graphs' pool."""
         reserved = self._meter.reserved() - self._graphs.pool
         return max(0, reserved - (self._meter.allocated() - self._graphs.live))
 
-    # -- words -----------------------------------------------------------------------------
+    # -- texts -----------------------------------------------------------------------------
 
     @property
     def _is_sized_by_share(self) -> bool:
         return self._kv_setting() == "gpu_memory_utilization"
 
     def _kv_setting(self) -> str:
-        """What decides how large the KV cache is."""
+        """The setting that decides the size of the KV cache."""
         if self._config.num_gpu_blocks_override is not None:
             return "num_gpu_blocks_override"
         by_share = self._config.kv_cache_gib is None and self._meter.counts_tensors
@@ -449,7 +447,7 @@ def _blocks_of(num_tokens: int, block_size: int) -> int:
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Every tensor that the model's modules hold, copies in another layout included."""
+    """All tensors of the model's modules, including copies in another layout."""
     held = {
         id(tensor): tensor
         for module in model.modules()
@@ -466,9 +464,9 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this, or what it came up on top of, is a failed allocation.
+    """True if this exception, or one that it was chained to, is a failed allocation.
 
-    The CPU's allocator raises a plain RuntimeError, and so does whatever allocates by itself.
+    The CPU's allocator raises a plain RuntimeError, as do libraries with their own allocation.
     """
     while error is not None:
         text = str(error)

@@ -87,7 +87,7 @@ class UnsampledStep:
         self._output = output
 
     def sample(self, masks: RowMasks | None) -> RecordedOutput:
-        """Launch the rest. To be called once, before the next step is launched."""
+        """Launch the rest. Call it once, before the next step is launched."""
         return self._runner.sample(self._launch, self._output, masks)
 
     def result(self) -> StepResult:
@@ -154,7 +154,7 @@ class ModelRunner:
         )
 
     def use_fused_sampler(self, max_num_seqs: int) -> None:
-        """Sample by kernels whatever they can sample."""
+        """Sample with kernels where they support the features."""
         from termgen.engine.device.kernels.sampling.fused import FusedSampler
 
         self.fused_sampler = FusedSampler(
@@ -163,11 +163,11 @@ class ModelRunner:
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether steps run kernels that have to be compiled."""
+        """True if steps run kernels that must be compiled."""
         return self.fused_sampler is not None
 
     def be_ready(self) -> None:
-        """From now on no step should compile anything: those that do are counted."""
+        """Count compilations from now on, as no step should need any."""
         if self.uses_kernels:
             from termgen.engine.device.kernels.compilation import CompileCounter
 
@@ -179,7 +179,7 @@ class ModelRunner:
         return self._late_compiles.count if self._late_compiles is not None else 0
 
     def watch_compiles(self) -> AbstractContextManager[object]:
-        """Around whatever runs once the engine is ready."""
+        """Context that counts compilations, for everything that runs once the engine is ready."""
         return self._late_compiles if self._late_compiles is not None else nullcontext()
 
     def bytes_per_block(self) -> int:
@@ -206,8 +206,8 @@ class ModelRunner:
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.kv_cache_dtype, device=self.device)
-        # numpy's zeros are pages the system fills in when they are first touched: a large cache
-        # costs neither start-up time nor memory until it is used.
+        # The system allocates numpy's zeros on first access: a large cache costs neither start-up
+        # time nor memory until it is used.
         dtype = self.kv_cache_dtype
         size = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
@@ -215,7 +215,7 @@ class ModelRunner:
     def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
         """An empty set of recordings of this runner's steps.
 
-        They hold the runner weakly: it holds them, and its memory is to go as soon as it is left.
+        They reference the runner weakly, as it owns them: its memory must be freed with it.
         """
         runner = weakref.proxy(self)
         size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
@@ -234,7 +234,7 @@ class ModelRunner:
             max_num_seqs=dispatcher.max_num_seqs,
             dtype=self.dtype,
         )
-        # Only kernels of ours can write the host's memory.
+        # Only termgen's kernels can write to host memory.
         is_mapped = self.state.fused and self.device.type == "cuda"
         ring = TokenRing(RING_SIZE, max(size, pad_row), self.device, is_mapped=is_mapped)
         check = None
@@ -255,7 +255,7 @@ class ModelRunner:
     def _recorded_tensors(
         self, header: RowHeader, pieces: PiecewiseGraphs, hidden: torch.Tensor
     ) -> Iterator[NamedTensor]:
-        """What recordings read or write and steps leave in place."""
+        """Tensors that recordings read or write and that steps must not reallocate."""
         yield from self.model.named_parameters("model")
         yield from self.model.named_buffers("model")
         for layer, cache in enumerate(self.kv_caches):
@@ -271,15 +271,16 @@ class ModelRunner:
         with self.watch_compiles():
             made_one = self.graphs.record_next()
         if made_one and self.device.type == "cuda" and not self.graphs.num_waiting:
-            # What trying them took is kept for the recorder's stream, where no step runs.
+            # The allocator keeps the memory of the attempts for the recorder's stream, which no
+            # step uses.
             torch.cuda.empty_cache()
         return made_one
 
     def execute(self, plan: StepPlan) -> RecordedOutput | UnsampledStep:
-        """Launch one step; with constrained rows all of it but sampling. On CUDA it returns before
-        the device is done.
+        """Launch one step; with constrained rows, without sampling. On CUDA it returns before the
+        device is done.
 
-        Between two steps of the same rows lies no more than this, so it calls little of torch.
+        This is all host work between two steps of the same rows, so it makes few torch calls.
         """
         launch = self._begin(plan)
         recording = launch.dispatch.descriptor
@@ -294,8 +295,8 @@ class ModelRunner:
         return self._land(launch, self.graphs.replay(recording, plan))
 
     def _begin(self, plan: StepPlan) -> Launch:
-        """Bring the rows up to the plan and choose the recording. A busy device comes to the rows
-        without a pause; for one at rest the step begins behind them."""
+        """Update the rows to the plan and choose the recording. On an idle device the step's time
+        begins after the update."""
         started_ns = time.perf_counter_ns()
         clock = self._clock
         start = None
@@ -332,8 +333,8 @@ class ModelRunner:
         return ModelOutput(batch.slots, batch.num_tokens, hidden, of_prompts, span_ns)
 
     def sample(self, launch: Launch, output: ModelOutput, masks: RowMasks | None) -> RecordedOutput:
-        """Launch what is left of a step behind its model. masks: for the plan's constrained rows,
-        None where it has none."""
+        """Launch the rest of a step after its model. masks: of the plan's constrained rows, None if
+        it has none."""
         plan, needs = launch.plan, launch.plan.sampling
         with torch.inference_mode(), self.watch_compiles():
             num_tokens = output.num_tokens
@@ -357,8 +358,8 @@ class ModelRunner:
         return self._land(launch, replace(sampled, prompt_logprobs=of_prompts))
 
     def _land(self, launch: Launch, results: StepTensors | IntArray) -> RecordedOutput:
-        """Hand over a step that has been launched as a whole. results: tensors to be copied, or
-        tokens [B] where the device writes them in the host's memory."""
+        """The output of a completely launched step. results: tensors to copy, or tokens [B] that
+        the device writes to host memory."""
         launch.num_late_compiles = self.num_late_compiles
         if not isinstance(results, StepTensors):
             return RecordedOutput(launch, results)
@@ -366,7 +367,7 @@ class ModelRunner:
             return AsyncOutput(launch, results, self._copy_stream)
 
     def _kernels_for(self, needs: SamplingNeeds) -> FusedSampler | None:
-        """The kernels that sample such a step; None where `sampler` does."""
+        """The kernels that sample with these needs; None if `sampler` must."""
         return self.fused_sampler if needs.is_simple else None
 
     def step_on_device(
@@ -448,8 +449,8 @@ def prompt_logprobs(
 ) -> LogprobTensors:
     """Log-probabilities of the prompt tokens behind those in the plan's spans, in their order.
 
-    Such a step is never a replay: recordings keep the hidden states of each row's last token alone.
-    Never more rows of logits are in memory than a step may have rows: memory is planned for those.
+    Such a step is never replayed: recordings keep only the hidden states of the rows' last tokens.
+    Logits are computed in chunks of at most a step's rows, for which memory is planned.
     """
     chunk_size = state.pad_row
     ends = np.cumsum(plan.num_tokens)

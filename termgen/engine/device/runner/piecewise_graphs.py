@@ -1,17 +1,16 @@
-"""Recordings of steps cut at attention: all that depends on a step's token count alone.
+"""Piecewise graphs: recordings of steps cut at attention, which depend on the token count alone.
 
-Skip on a first reading: a replayed step gives what `ModelRunner` launches one by one.
+Skip on a first reading: a replayed step computes what `ModelRunner` launches op by op.
 
-For each size, a number of tokens, the inputs are one graph, the model up to the first attention is
-another, what lies between two attentions is one each, and the end up to each row's hidden state is
-the last. Attention runs eagerly between them, with the step's own rows and lengths; logits and
-sampling after them. So any rows and any sampling fit, and only tokens are padded.
+For each size (a number of tokens) there is one graph for the inputs, one for the model up to the
+first attention, one between each two attentions, and one for the end up to each row's hidden state.
+Attention runs eagerly between them, with the step's own rows and lengths; logits and sampling after
+them. So any rows and any sampling fit, and only tokens are padded.
 
-What eager operations share with graphs lies in buffers of the largest size that smaller ones use
-the front of: queries, attention's results, hidden states. All else that a piece computes is
-memory of the recorder's pool that later pieces take again once nothing here refers to it. That is
-sound because the pieces of a size are replayed in the order in which they were recorded, and those
-of two sizes never at once.
+Tensors shared by eager operations and graphs (queries, attention's results, hidden states) are in
+buffers of the largest size, of which smaller sizes use the front. All other results of a piece are
+in the recorder's pool, where later pieces reuse the memory. That is sound because the pieces of a
+size are replayed in the order of recording, and two sizes never at once.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from termgen.engine.device.runner.request_state import RequestState
 from termgen.vocabulary.step import StepPlan
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
-"""Turns operations into something that repeats them on the same memory."""
+"""Records operations; returns a function that replays them on the same memory."""
 
 
 class PiecewiseGraphs:
@@ -81,11 +80,11 @@ class PiecewiseGraphs:
         return tuple(self._replays)
 
     def max_rows(self, size: int) -> int:
-        """The rows of the recordings of a size: as many as can be."""
+        """Rows of the recordings of a size: as many as possible."""
         return min(size, self._max_num_seqs)
 
     def record(self, size: int, recorder: Recorder) -> None:
-        """Record all pieces of a size. All rows are padding meanwhile."""
+        """Record all pieces of a size, with padding rows only."""
         forward = _RecordedForward(self, size)
         pieces: list[Callable[[], None]] = [forward.inputs, forward.first]
         pieces += [partial(forward.next, i) for i in range(self.model.num_attentions - 1)]
@@ -93,7 +92,7 @@ class PiecewiseGraphs:
         replays = []
         for piece in pieces:
             replay = recorder(piece)
-            replay()  # so that the next piece is tried on numbers, not on what memory holds
+            replay()  # so that the next piece gets computed values instead of garbage
             replays.append(replay)
         self._replays[size] = replays
 
@@ -104,8 +103,8 @@ class PiecewiseGraphs:
         inputs, first, *others = self._replays[size]
         inputs()
         batch = self._batch(plan)
-        # Attention may look at its plan before the kernel ahead of it has ended (`kernels.launch`),
-        # so the plan is made a graph ahead of it.
+        # Attention may read its plan before the preceding kernel has ended (`kernels.launch`), so
+        # the plan is made one graph earlier.
         self.attention.prepare(batch.metadata)
         first()
         context = ForwardContext(batch.metadata, self.kv_caches)
@@ -138,8 +137,8 @@ class PiecewiseGraphs:
 
 
 class _RecordedForward:
-    """The pieces of one size while they are recorded. It goes once they are, and with it what a
-    pass carries from piece to piece, so that smaller sizes take the same memory."""
+    """The pieces of one size during recording. It is dropped afterwards, with the tensors passed
+    from piece to piece, so that smaller sizes reuse their memory."""
 
     def __init__(self, graphs: PiecewiseGraphs, size: int) -> None:
         self._graphs = graphs

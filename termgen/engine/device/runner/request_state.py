@@ -24,7 +24,7 @@ from termgen.vocabulary.token_mask import RowMasks
 
 
 class RequestState:
-    """The device's truth about every slot. R = max_num_seqs + 1 rows."""
+    """The device's state of every slot. R = max_num_seqs + 1 rows."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class RequestState:
         self.vocab_size = vocab_size
         self.pad_row = max_num_seqs
         self.fused = not why_unusable(device)
-        """Whether one kernel does the work of many torch operations."""
+        """True if one kernel does the work of many torch operations."""
 
         def columns(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            """Columns that are written together, as a matrix and each by itself; every one starts
-            where a kernel may read 16 bytes at once."""
+            """Columns that are written together, as a matrix and as single columns, each aligned
+            for 16-byte reads."""
             matrix = torch.zeros((count, -(-rows // 16) * 16), dtype=dtype, device=device)
             return matrix, list(matrix[:, :rows])
 
@@ -53,9 +53,9 @@ class RequestState:
         self.block_table = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)
         self._integers, integers = columns(6, torch.int64)
         self.total_len, self.num_computed, self.prompt_len, *integers = integers
-        """Known tokens, sampled ones included; those with KV; those of the prompt."""
+        """Known tokens (sampled ones included), tokens with KV, prompt tokens."""
         self.limit, self.min_total, self.seeds = integers
-        """Most tokens; prompt + min_tokens, below which stop ids are suppressed; seeds."""
+        """Maximum tokens; prompt + min_tokens, below which stop ids are suppressed; seeds."""
         self._reals, reals = columns(6, torch.float32)
         self.temperature, self.top_p, self.min_p, *reals = reals
         self.repetition_penalty, self.presence_penalty, self.frequency_penalty = reals
@@ -63,7 +63,7 @@ class RequestState:
         self.repetition_penalty.fill_(1.0)
         self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
         self.finished = torch.ones(rows, dtype=torch.bool, device=device)
-        """Stopped or released: computes into the null block and samples nothing."""
+        """Stopped or released: such a row writes to the null block and samples nothing."""
         stop_columns = MAX_STOP_TOKEN_IDS + num_eos_ids
         self.stop_ids = torch.full((rows, stop_columns), -1, dtype=torch.int64, device=device)
         self.has_grammar = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -72,17 +72,17 @@ class RequestState:
         )
         """[R, W]: a bit for each token that a row with a grammar may sample next."""
         self.host_masks = self.token_masks
-        """The same for kernels: on CUDA in the host's memory, which they can read, so that a mask
-        is there as soon as it is written."""
+        """The same for kernels: on CUDA in host memory, which they can read, so that masks need no
+        copy."""
         if self.fused and device.type == "cuda":
             self.host_masks = torch.zeros_like(self.token_masks, device="cpu").pin_memory()
         self.output_counts: torch.Tensor | None = None  # [R, V] int32, once a penalty is asked for
         self.prompt_mask: torch.Tensor | None = None  # [R, V] bool, likewise
         self.edits: LogitEditTables | None = None
-        """Once a logit bias, allowed ids or bad words are asked for."""
+        """Created when a request first has a logit bias, allowed ids or bad words."""
 
     def update(self, plan: StepPlan) -> None:
-        """Bring rows up to a plan: release, add, append blocks, in that order."""
+        """Update the rows to a plan: release, add, append blocks, in that order."""
         if plan.released_slots:
             # Assigning through an index would copy the value from the host, and that copy waits
             # for every step in flight.
@@ -99,10 +99,10 @@ class RequestState:
             self.block_table.view(-1).index_copy_(0, where, blocks)
 
     def set_masks(self, plan: StepPlan, masks: RowMasks, *, by_kernels: bool) -> None:
-        """Put the masks of a plan's rows where its sampling reads them. by_kernels: who samples.
+        """Write the masks of a plan's rows for its sampling. by_kernels: kernels sample, not torch.
 
-        No step under way needs a row's old mask: its token has landed, or the row was late and
-        samples nothing there, so that a mask half written does no harm.
+        No step in flight needs a row's old mask: its token has landed, or the row was late and
+        samples nothing there, so a partially written mask does no harm.
         """
         if not len(masks.rows):
             return
@@ -126,7 +126,7 @@ class RequestState:
         num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
         needs: SamplingNeeds,
     ) -> SamplingMetadata:
-        """Gather what the sampler in torch reads, for steps that kernels do not sample."""
+        """Inputs of the torch sampler, for steps that kernels do not sample."""
         output_counts = prompt_mask = None
         if needs.penalties:
             assert self.output_counts is not None and self.prompt_mask is not None
@@ -151,14 +151,14 @@ class RequestState:
         )
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
-        """Host array to device without waiting."""
+        """Copy a host array to the device without waiting."""
         tensor = torch.from_numpy(values)
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _add(self, added: Sequence[AddedRow]) -> None:
-        """Few copies for all rows: each costs the host as much as the launch of a kernel."""
+        """Add rows with few copies in all, as each costs the host as much as a kernel launch."""
         params = [row.params for row in added]
         integers = [
             [row.slot for row in added],
@@ -252,7 +252,7 @@ class RequestState:
         sampled: torch.Tensor,  # [B] int64
         ring: TokenRing | None = None,
     ) -> torch.Tensor:  # [B] int32
-        """Take in a step's samples and count its tokens as computed.
+        """Store a step's samples and count its tokens as computed.
 
         Returns the tokens, and pushes them to the ring: -1 for a row whose sample does not count,
         because it has not computed its newest token yet or was finished before. A row that sampled

@@ -1,4 +1,4 @@
-"""Settles what the configuration left open, from the model and the machine.
+"""Resolves settings that the configuration leaves open, from the model and the machine.
 
 Runs once at start, on the device side. Results are returned, never written back into a config.
 """
@@ -28,7 +28,7 @@ DTYPES = {
 
 
 SPINNING_CPUS = 4
-"""With as many, one may be kept busy by waiting: three are left for the loop, text and screens."""
+"""From this many CPUs on, one may spin: three are left for the event loop, text and screens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Limits:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` takes a GPU when there is one. Raises ConfigError when CUDA is asked for in vain."""
+    """`auto`: a GPU if there is one. Raises ConfigError if CUDA is required but unavailable."""
     if name == "cpu":
         return torch.device("cpu")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the same is said below, in one line
+        warnings.simplefilter("ignore")  # the error below says the same in one line
         is_available = torch.cuda.is_available()
     if is_available:
         return torch.device("cuda:0")
@@ -57,7 +57,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _why_no_cuda() -> str:
-    """What torch says of a GPU it cannot use: a driver that is missing or too old, as a rule."""
+    """Torch's reason why it cannot use a GPU, usually a missing or old driver."""
     torch_is = f"this torch ({torch.__version__})"
     if torch.version.cuda is None:
         return f"{torch_is} has no CUDA support"
@@ -88,8 +88,8 @@ def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.
 
 
 def resolve_wait(device_wait: str) -> bool:
-    """Whether the engine's thread spins while it waits for a GPU. A thread that slept finds a core
-    that is cold, and its part of a step takes twice the time (docs/performance.md)."""
+    """True if the engine thread spins while it waits for a GPU. After sleeping its core is cold,
+    and its part of a step takes twice as long (docs/performance.md)."""
     return device_wait == "spin" or (device_wait == "auto" and len(usable_cpus()) >= SPINNING_CPUS)
 
 
@@ -101,12 +101,11 @@ def usable_cpus() -> Collection[int]:
 
 
 def resolve_threads(threads: int | None) -> int:
-    """Physical cores this process may use, unless told otherwise: more threads only contend.
-
-    OMP_NUM_THREADS, the convention of numerical programs, counts as being told.
+    """Threads of the setting or OMP_NUM_THREADS; by default the physical cores this process may
+    use, as more threads only contend.
     """
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return threads or (int(told) if told.isdecimal() and int(told) else physical_cores())
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return threads or (int(given) if given.isdecimal() and int(given) else physical_cores())
 
 
 def physical_cores() -> int:

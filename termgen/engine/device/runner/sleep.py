@@ -1,8 +1,8 @@
-"""What a device gives back while its engine sleeps, and how it gets it again.
+"""Releases a device's memory while its engine sleeps, and restores it.
 
-A recorded step holds the addresses of the KV cache and of the weights, and both lie elsewhere after
-waking up. So recordings never outlive sleep: they are dropped with what they point to, and made
-again, which takes the seconds it took at start. Made by the executor, with no step in flight.
+A recorded step has the addresses of the KV cache and of the weights, and both change at waking up.
+So recordings are dropped with them and made again, which takes as many seconds as at start. Used by
+the executor, with no step in flight.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ Progress = Callable[[str, float], None]
 
 
 class LightSleep:
-    """Level 1: no KV cache and no recordings, and a GPU's weights lie in main memory.
+    """Level 1: no KV cache and no recordings; a GPU's weights move to main memory.
 
-    The runner stays, with its request rows and work buffers. On a CPU the weights stay too: there
-    is no other memory to keep them in.
+    The runner stays, with its request rows and work buffers. On a CPU the weights stay too, as
+    there is no other memory for them.
     """
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, info: DeviceInfo) -> None:
-        """Falls asleep. Raises EngineError, awake, when main memory cannot hold the weights."""
+        """Fall asleep. Raises EngineError, still awake, if main memory cannot hold the weights."""
         self._runner = runner
         self._config = config
         self._num_blocks = info.num_blocks
         self._dispatcher = runner.graphs.dispatcher
-        asleep = self._graphs_asleep()  # what can fail comes before anything has changed
+        asleep = self._graphs_asleep()  # may fail, so do it before anything has changed
         self._weights = OffloadedWeights(runner.model) if runner.device.type == "cuda" else None
         runner.kv_caches, runner.graphs = [], asleep
 
@@ -73,7 +73,7 @@ class LightSleep:
         self._runner.kv_caches, self._runner.graphs = [], asleep
 
     def _graphs_asleep(self) -> FullGraphs:
-        """No recordings, and no hold on the KV cache of now."""
+        """An empty set of recordings, without a reference to the present KV cache."""
         runner = self._runner
         caches, runner.kv_caches = runner.kv_caches, []
         try:
@@ -93,14 +93,14 @@ class LightSleep:
             lambda done: on_progress(RECORDING_GRAPHS, done),
             in_background=self._config.capture_in_background,
         )
-        run_largest_steps(runner)  # the first real steps find their memory in place again
+        run_largest_steps(runner)  # allocate again what the first real steps need
 
 
 class OffloadedWeights:
-    """A model whose weights are kept in main memory, in their own tensors' stead.
+    """Copies of a model's weights in main memory, while the device's storages are empty.
 
-    It empties storages, not tensors: whatever shares a storage, tied embeddings or views of fused
-    weights, goes with it and comes back with it.
+    It works on storages, not tensors: tensors that share one, such as tied embeddings or views of
+    fused weights, are released and restored together.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -133,7 +133,7 @@ class OffloadedWeights:
 
 
 class DeepSleep:
-    """Level 2: nothing is kept. Waking up is starting again, with the sizes of the first start."""
+    """Level 2: nothing is kept. Waking up is a new start with the sizes of the first one."""
 
     def __init__(self, config: EngineConfig, path: Path, info: DeviceInfo) -> None:
         self._config = replace(
@@ -162,7 +162,7 @@ class DeepSleep:
 
 
 def _sizes(info: DeviceInfo) -> tuple[object, ...]:
-    """What the host half was built for."""
+    """The sizes that the host half depends on."""
     limits = (info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len)
     cache = (info.num_blocks, info.block_size)
     return (*limits, *cache, info.vocab_size, info.architecture, info.dtype)

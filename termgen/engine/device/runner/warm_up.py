@@ -1,13 +1,13 @@
 """Compiles every kernel variant that a step of this runner can reach, before the first request.
 
-Called by `build` while all rows are still free. Real steps run over them, through the code that
-serves: rows without a request read and write the null block alone and sample nothing. They run
-twice: first nothing is launched that is not compiled, only written down; all of that is compiled at
-once; then the steps load it and run.
+Called by `build` while all rows are free. Real steps run over them, through the code that serves:
+rows without a request access the null block only and sample nothing. The steps run twice: the first
+run launches nothing and collects the missing kernels; these are compiled in parallel; then the
+steps load and run them.
 
-Which steps: kernels choose a variant by counts in one way only, by their next power of two
-(`kernels`), so one count of each such class speaks for the class. Row counts and token counts
-choose in different kernels, so they need no pairs.
+Choice of steps: kernels select variants only by the next power of two of a count (see `kernels`),
+so one count per power of two suffices. Row counts and token counts select in different kernels, so
+no pairs are needed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from termgen.vocabulary.step import SamplingNeeds, StepPlan
 from termgen.vocabulary.token_mask import RowMasks
 
 MOST_TOKENS = 2048
-"""A class above the last count at which any kernel chooses but those of experts."""
+"""Above the last count at which any kernel except those of experts selects a variant."""
 LONG_PROMPT = 65
-"""Tokens of a prompt that is not among the short ones, whose attention is cut another way."""
+"""Tokens of a long prompt; attention tiles short prompts differently."""
 
 _FIRST_ROW: IntArray = np.zeros(1, np.int32)
 
@@ -48,7 +48,7 @@ Step = Callable[[], object]
 def warm_up(
     runner: ModelRunner, dispatcher: CudaGraphDispatcher, on_progress: Callable[[float], None]
 ) -> None:
-    """For a runner that uses kernels. A KV cache of any size must be there."""
+    """Compile and load all kernels, for a runner that has a KV cache of any size."""
     from termgen.engine.device.kernels.compilation import collect_missing, compile_all
 
     steps = list(warm_up_steps(runner, dispatcher))
@@ -60,7 +60,7 @@ def warm_up(
 
 @torch.inference_mode()
 def run_steps(runner: ModelRunner, steps: Iterable[Step]) -> None:
-    """Over rows that are free, which they are again at the end."""
+    """Run steps over free rows, which are free again at the end."""
     with one_layer_of_each_kind(runner.model):
         for step in steps:
             step()
@@ -75,7 +75,7 @@ def size_classes(limit: int) -> list[int]:
 
 
 def warm_up_steps(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> Iterator[Step]:
-    """One of every kind that can reach a variant of its own."""
+    """One step of every kind that can reach a variant of its own."""
     yield partial(_append_with_counts, runner)
     yield partial(_edit_logits, runner)
     yield from _expert_steps(runner)
@@ -93,7 +93,7 @@ def warm_up_steps(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> Itera
 
 
 def _expert_steps(runner: ModelRunner) -> Iterator[Step]:
-    """Experts choose by counts of any size, up to the largest step: they run by themselves."""
+    """Runs of the experts alone, which select variants by counts up to the largest step."""
     found = (module for module in runner.model.modules() if isinstance(module, SparseMoe))
     moe = next(found, None)  # all of a model are alike
     if moe is not None:
@@ -183,7 +183,7 @@ def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool) -> StepPlan:
 
 
 def _unused_mask(vocab_size: int) -> RowMasks:
-    """The mask of a row, which is not looked at: the row has no grammar."""
+    """The mask of a row without a grammar, which is never read."""
     bits = np.zeros(-(-vocab_size // 32), np.int32)
     return RowMasks(_FIRST_ROW, (bits,), late=_FIRST_ROW[:0])
 
@@ -203,7 +203,7 @@ def _edit_logits(runner: ModelRunner) -> None:
 
 
 def _append_with_counts(runner: ModelRunner) -> None:
-    """The end of a step with penalties, without the tables of gigabytes that a request brings."""
+    """The end of a step with penalties, without their tables of gigabytes."""
     state = runner.state
     zero = torch.zeros(1, dtype=torch.int64, device=runner.device)
     tables = state.output_counts
@@ -214,8 +214,8 @@ def _append_with_counts(runner: ModelRunner) -> None:
         state.output_counts = tables
 
 
-# The largest steps: what they need is measured before the KV cache is sized. They compute for no
-# request and write the null block alone.
+# The largest steps, whose memory is measured before the KV cache is sized. They have no requests
+# and write to the null block only.
 
 
 def run_largest_steps(runner: ModelRunner) -> None:

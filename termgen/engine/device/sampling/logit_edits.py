@@ -16,7 +16,7 @@ from termgen.vocabulary.sampling_params import MAX_LOGIT_BIAS
 from termgen.vocabulary.step import AddedRow
 
 NOTHING = -1
-"""Stands for no id, in tables and in the tokens they are compared with."""
+"""Placeholder for no id, in tables and in the tokens they are compared with."""
 
 
 class LogitEdits(NamedTuple):
@@ -74,7 +74,7 @@ class LogitEditTables:
         """Slots whose rows are not neutral."""
         words = (rows, MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS)
         self.counts = torch.zeros((rows, 2), dtype=torch.int32, device=device)
-        """How many biases and how many bad words a slot has: the first ones of its row."""
+        """[R, 2] number of biases and of bad words of each slot, at the front of its row."""
         self.bias_ids = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.int32, device=device)
         self.biases = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device)
         num_bytes = -(-vocab_size // 8)

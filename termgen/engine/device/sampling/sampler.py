@@ -1,4 +1,4 @@
-"""From the logits of a step to its tokens, on the device, without waiting for it.
+"""Samples a step's tokens from its logits, on the device, without waiting for it.
 
 Owns the order of operations, which is part of the output and pinned by a test:
 
@@ -83,12 +83,12 @@ class Sampler:
 
 
 def _may_be_empty(meta: SamplingMetadata) -> bool:
-    """Whether masks may have hidden every token of some row."""
+    """True if masks may have hidden every token of some row."""
     return meta.token_masks is not None or meta.edit is not None or meta.needs.min_tokens
 
 
 def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
-    """What changes the argmax too, and so also holds for greedy rows."""
+    """Edits that change the argmax too, so that greedy rows need them."""
     if meta.token_masks is not None:
         logits = mask_tokens(logits, meta.token_masks)
     if meta.edit is not None:

@@ -35,7 +35,7 @@ MOST_PARAMETERS = 50_000_000
 PROMPT_LENGTHS = (3, 40)
 NUM_TOKENS = 6
 MOST_BEHIND = 2e-3
-"""How far the chosen token's logit may be below the largest: two nearly equal ones may swap."""
+"""Most that the chosen token's logit may be below the largest: nearly equal ones may swap."""
 
 TINY: dict[str, Any] = {
     "vocab_size": 512,

@@ -35,7 +35,7 @@ MODES = {
     "piecewise": ["NONE", "PIECEWISE"],
     "full_and_piecewise": ["FULL", "NONE", "PIECEWISE"],
 }
-"""How steps run with these graphs: some are too large for any."""
+"""Graph mode of steps with these graphs: some are too large for any."""
 PROGRAM = Path(__file__).with_name("variants_without_gpu.py")
 
 

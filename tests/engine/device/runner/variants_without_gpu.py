@@ -32,7 +32,7 @@ from termgen.engine.device import kernels
 from termgen.engine.device.attention.triton_paged import TritonPagedAttention
 from termgen.engine.device.kernels.compilation import Missing, collect_missing
 from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
-from termgen.engine.device.layers.linear import LinearSpec
+from termgen.engine.device.layers.linear import Build, LinearSpec
 from termgen.engine.device.layers.triton_ops import SmallBatchLinears, TritonOps
 from termgen.engine.device.models import registry
 from termgen.engine.device.runner import build, model_runner, resolve, warm_up
@@ -170,11 +170,8 @@ def make_runner(config: EngineConfig, folder: Path) -> model_runner.ModelRunner:
     attention = TritonPagedAttention(shape)
     model = registry.resolve_name(registry.MODELS[model_config.architecture])(
         model_config,
-        dtype=torch.float16,
-        device=device,
-        method=SmallBatchLinears(small_gemm_choice),
-        attention=attention,
-        ops=TritonOps(),
+        Build(torch.float16, device, SmallBatchLinears(small_gemm_choice), TritonOps()),
+        attention,
     )
     for parameter in model.parameters():
         parameter.data.zero_()

@@ -1,4 +1,4 @@
-"""Which program computes which part of a step's decode attention, worked out on the device.
+"""Assignment of a step's decode attention to programs, computed on the device.
 
 The work is tiles of keys: (row, key head, TILE keys). A fixed number of programs takes equal runs
 of all tiles in one order, rows first, then heads. Where runs that keep to one (row, head) are about
@@ -26,7 +26,7 @@ _CANDIDATES = 3
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How the kernel is cut for one kind of cache."""
+    """Tiling of the kernel for one kind of cache."""
 
     tile: int
     """Keys of a tile."""

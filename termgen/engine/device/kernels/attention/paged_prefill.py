@@ -285,7 +285,7 @@ def paged_prefill(
 
 
 def can_use_tma(cache: torch.Tensor, tile: int) -> bool:
-    """Whether tiles of keys can be copied whole by the tensor memory accelerator: each lies within
+    """True if tiles of keys can be copied whole by the tensor memory accelerator: each lies within
     a block, and a head's part of a block is one piece of memory."""
     block_size, _, num_kv_heads, head_dim = cache.shape[1:]
     row = head_dim * cache.element_size()

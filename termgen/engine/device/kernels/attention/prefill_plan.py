@@ -1,4 +1,4 @@
-"""How a step's prompts are cut into tiles of queries, worked out on the device.
+"""Tiling of a step's prompts into tiles of queries, computed on the device.
 
 A tile is some consecutive queries of one row times the query heads that share one key head.
 `paged_prefill` reads the plan.
@@ -23,7 +23,7 @@ _PLAN_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How the kernel is cut for one kind of cache."""
+    """Tiling of the kernel for one kind of cache."""
 
     rows: int
     """Query-head rows of a tile, at least the heads that share a key head."""
@@ -43,7 +43,7 @@ def can_specialise(
     kv_cache_dtype: torch.dtype,
     block_size: int,
 ) -> bool:
-    """Whether `paged_prefill_hopper` computes attention of this kind."""
+    """True if `paged_prefill_hopper` computes attention of this kind."""
     return (
         has_hopper_gluon(device)
         and head_dim in (64, 128)

@@ -454,7 +454,7 @@ def _common(
 
 
 def are_words(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the values are halves of 32-bit words, all rows starting at the first of a word."""
+    """True if the values are halves of 32-bit words, all rows starting at the first of a word."""
     if x.element_size() != 2 or x.shape[1] % 2 or (x.shape[0] > 1 and x.stride(0) % 2):
         return False
     return x.storage_offset() % 2 == 0 and weight.storage_offset() % 2 == 0

@@ -1,4 +1,4 @@
-"""How `small_gemm` cuts a product, and which cut a shape gets by what was measured.
+"""Tilings of `small_gemm`, and the measured choice for each shape.
 
 The table is made on the device by `benchmarks/gpu_gemm.py`, out of the candidates of
 `benchmarks/gemm_candidates.py`.
@@ -21,7 +21,7 @@ _NEAR = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SmallGemmConfig:
-    """How one shape of product is cut."""
+    """Tiling of one shape of product."""
 
     kind: Literal["gemv", "held", "mma"]
     block_m: int
@@ -55,20 +55,20 @@ class SmallGemmConfig:
         return self.kind != "held" or self.held_bytes(in_features) <= _MAX_HELD_BYTES
 
     def partial_values(self, out_features: int) -> int:
-        """float32 values of workspace that a product of so many output features takes."""
+        """float32 values of workspace for a product with `out_features`."""
         if self.splits == 1:
             return 0
         return self.tiles(out_features) * self.splits * self.block_n * self.block_m
 
 
 Table = dict[tuple[int, int], dict[int, SmallGemmConfig | None]]
-"""(N, K) -> rows of x -> what is best up to so many rows; None: cuBLAS."""
+"""(N, K) -> rows of x -> the fastest up to this many rows; None: cuBLAS."""
 
 
 def choose(
     m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, table: Table
 ) -> SmallGemmConfig | None:
-    """The configuration for x [m, k] times a weight [n, k], or None where cuBLAS is to do it.
+    """The configuration for x [m, k] times a weight [n, k], or None for cuBLAS.
 
     A shape that was not measured goes by the nearest one that was. The table holds for the device
     generation it was measured on, and for both half types.

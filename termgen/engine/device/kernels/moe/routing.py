@@ -173,7 +173,7 @@ def sort_pairs(
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Tiles of tokens that so many pairs can fill, however they fall to the experts."""
+    """The most tiles of tokens that `num_pairs` can fill, in any distribution to experts."""
     return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m
 
 

@@ -1,4 +1,4 @@
-"""Rotates q and k and writes k and v to the KV cache, in one kernel behind the q/k/v projection.
+"""Rotates q and k and writes k and v to the KV cache, in one kernel after the q/k/v projection.
 
 Per token and head: the optional RMS norm of q and k heads (Qwen3, Gemma 3), rotation of the first
 `rotary_dim` values, q into its own buffer, k and v straight into the paged cache. Called by the

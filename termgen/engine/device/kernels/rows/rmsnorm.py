@@ -1,4 +1,4 @@
-"""RMS normalisation of whole rows, alone or behind the residual addition that precedes it, which
+"""RMS normalisation of whole rows, alone or fused with the residual addition before it, which
 may itself be of a normalised row.
 
 Called by the decoder's layers. Rounds where `layers.norm` does: the sum of the residual stream to

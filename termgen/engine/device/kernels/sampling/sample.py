@@ -214,7 +214,7 @@ def sample(
     may_be_empty: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [B] int64
-    """Parameters are those of a row's slot. A token is drawn for the position behind the row's
+    """Parameters are those of a row's slot. A token is drawn for the position after the row's
     last one: num_computed + num_tokens. CORRUPT_TOKEN for a row that holds a NaN or +inf, and for
     one that holds nothing but -inf, unless masks may have left it nothing (may_be_empty)."""
     num_rows, vocab_size = logits.shape

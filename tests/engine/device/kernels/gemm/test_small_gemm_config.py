@@ -1,4 +1,4 @@
-"""How small products are tiled: candidates that can run, and the choice among measured ones."""
+"""Tilings of small products: candidates that can run, and the choice among measured ones."""
 
 from __future__ import annotations
 

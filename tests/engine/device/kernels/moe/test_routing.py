@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and the pairs sorted by expert, against their definitions."""
+"""The experts of a token, and the pairs sorted by expert, against their definitions."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_rows_are_edited_as_by_hand(device: str, dtype: torch.dtype, vocab: int)
 
 
 def mask_case(vocab_size: int, num_slots: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which slots have a grammar [R], and random bits [R, W]."""
+    """(slots that have a grammar [R], random bits [R, W])."""
     generator = torch.Generator().manual_seed(vocab_size)
     words = -(-vocab_size // 32)
     bits = torch.randint(-(2**31), 2**31, (num_slots, words), generator=generator)
