@@ -120,6 +120,8 @@ NAMES = {
 }
 """Names of a chat's fields on this endpoint."""
 
+COUNT_TOKENS = replace(MESSAGES, structs=(CountFields, TemplateFields))
+
 MESSAGES_PATH = re.compile(r"/v1/messages(/.*)?", re.DOTALL)
 """Paths whose errors have Anthropic's shape."""
 
