@@ -159,7 +159,6 @@ def parse_messages(
     if chat["messages"][-1]["role"] == "assistant":  # the answer is to go on from these words
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     ignored = unknown_fields(MESSAGES, data, NAMES)
-    context.pop("force_include_usage", None)  # these answers always include the usage
     return MessagesRequest(
         chat=_thoughtless(parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context), thinking),
         ignored=ignored,
@@ -326,7 +325,7 @@ def _output(config: OutputConfig | None) -> dict[str, Any]:
     return fields
 
 
-# -- answers -----------------------------------------------------------------------------
+# -- answers -------------------------------------------------------------------------------
 
 
 ERROR_TYPES = {

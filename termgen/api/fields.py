@@ -336,7 +336,7 @@ def strings(value: str | list[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-# -- the model ---------------------------------------------------------------------------
+# -- the model -----------------------------------------------------------------------------
 
 
 def served_names(info: ModelInfo, configured: Sequence[str]) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ def model_list(info: ModelInfo, names: Sequence[str]) -> dict[str, Any]:
     return {"object": "list", "data": [model_object(info, name) for name in names]}
 
 
-# -- the tokenizer -----------------------------------------------------------------------
+# -- the tokenizer -------------------------------------------------------------------------
 
 
 MAX_IDS = 1_000_000

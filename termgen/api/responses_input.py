@@ -161,7 +161,6 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
     if output_format is not None:
         chat["response_format"] = _response_format(output_format)
     ignored = unknown_fields(RESPONSES, data, NAMES)
-    context.pop("force_include_usage", None)  # these answers always include the usage
     # Strict is the default here, unlike in a chat; but some models cannot where calls are optional.
     strict = context.get("tool_format", ToolFormat()).new_parser is None
     names = {**NAMES, **tools.paths}
@@ -316,7 +315,7 @@ def _result(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
 
 
-# -- tools -------------------------------------------------------------------------------
+# -- tools ---------------------------------------------------------------------------------
 
 
 INPUT = "input"

@@ -189,7 +189,7 @@ def _loads(text: str) -> object:
     return value
 
 
-# -- the text of an answer ---------------------------------------------------------------
+# -- the text of an answer -----------------------------------------------------------------
 
 
 END_OF_CALL = "</tool_call>"

@@ -164,7 +164,7 @@ class StepMetrics(Collector):
         return family
 
 
-# -- the server --------------------------------------------------------------------------
+# -- the server ----------------------------------------------------------------------------
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

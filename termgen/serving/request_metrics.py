@@ -246,7 +246,7 @@ class RequestMeter:
             self._metrics.on_timings(delta.timings, delta.num_output_tokens)
 
 
-# -- reports -----------------------------------------------------------------------------
+# -- reports -------------------------------------------------------------------------------
 
 
 logger = logging.getLogger("termgen.server.requests")

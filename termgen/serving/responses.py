@@ -302,7 +302,7 @@ def _of_prompt(job: Job, token_ids: Sequence[int]) -> TokenDelta:
     )
 
 
-# -- how answers travel ------------------------------------------------------------------
+# -- how answers travel --------------------------------------------------------------------
 
 
 logger = logging.getLogger("termgen.server")
