@@ -62,7 +62,7 @@ class CompletionFields(GenerationFields, frozen=True, kw_only=True):
     suffix: Annotated[
         str | None,
         PROMPT(
-            "what stands behind the answer, for models whose tokenizer has tokens for that "
+            "text after the answer, for models whose tokenizer has tokens for that "
             "(fill-in-the-middle), and refused for others; excludes `echo`",
             "a string; the prompt must be text",
         ),
