@@ -20,8 +20,8 @@ from termgen.api.sampling import (
     check_prompt_logprobs,
     parse_sampling,
 )
-from termgen.api.tool_calls import CallParser, delta_of, message_fields, new_parser
-from termgen.api.tools import Tools, constrain
+from termgen.api.tool_calls import CallParser, delta_of, message_fields
+from termgen.api.tools import Tools, constrain, new_parser
 from termgen.client import ChatPrompt, TokenDelta
 from termgen.errors import RequestError
 from termgen.vocabulary.request import FinishReason
