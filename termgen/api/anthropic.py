@@ -327,7 +327,6 @@ def _output(config: OutputConfig | None) -> dict[str, Any]:
 
 # -- answers -------------------------------------------------------------------------------
 
-
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -46,7 +46,6 @@ def model_list(info: ModelInfo, names: Sequence[str]) -> dict[str, Any]:
 
 # -- the tokenizer -------------------------------------------------------------------------
 
-
 MAX_IDS = 1_000_000
 
 

@@ -317,7 +317,6 @@ def _result(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 # -- tools ---------------------------------------------------------------------------------
 
-
 INPUT = "input"
 """The argument of a custom tool."""
 INPUT_SCHEMA = {

@@ -190,7 +190,6 @@ def _loads(text: str) -> object:
 
 # -- the text of an answer -----------------------------------------------------------------
 
-
 END_OF_CALL = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")

@@ -95,7 +95,6 @@ def _same(new: EngineSnapshot, old: EngineSnapshot) -> bool:
 
 # -- events --------------------------------------------------------------------------------
 
-
 HISTORY = 16_384
 """Events kept: half a minute of a busy GPU, hours of an idle one."""
 

@@ -59,6 +59,7 @@ from termgen.serving.responses import (
 from termgen.serving.state import ServerState, state_of
 
 T = TypeVar("T")
+Stream = tuple[ChunkStream, Wire]
 
 BODY_TIMEOUT_S = 60.0
 """Limit for the arrival of a body."""
@@ -127,9 +128,6 @@ async def _read(request: Request, share: BodyShare) -> list[bytes]:
 
 
 # -- answers -------------------------------------------------------------------------------
-
-
-Stream = tuple[ChunkStream, Wire]
 
 
 def answer(

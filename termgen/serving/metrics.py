@@ -166,7 +166,6 @@ class StepMetrics(Collector):
 
 # -- the server ----------------------------------------------------------------------------
 
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")

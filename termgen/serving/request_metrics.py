@@ -24,6 +24,8 @@ from prometheus_client.utils import floatToGoString
 from termgen.api.job import Job
 from termgen.client import RequestTimings, TokenDelta
 
+logger = logging.getLogger("termgen.server.requests")
+
 # the first 16 are OpenTelemetry's, the whole list is vLLM's
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -247,9 +249,6 @@ class RequestMeter:
 
 
 # -- reports -------------------------------------------------------------------------------
-
-
-logger = logging.getLogger("termgen.server.requests")
 
 OPERATIONS = {"/v1/completions": "text_completion"}
 """OpenTelemetry's names of operations; every other path that generates is a `chat`."""
