@@ -146,10 +146,6 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
     chat: dict[str, Any] = {
         "messages": turns_of(messages),
         "max_tokens": body.max_output_tokens,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
         "stop": body.stop,
         **shared_fields(data),
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
