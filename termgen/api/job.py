@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """How to write the answer."""
+    """Form of the answer: streamed or whole, with which fields."""
 
     id: str
     model: str

@@ -275,7 +275,8 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Whether a new request would be taken now, and begun without waiting for an administrator."""
+    """200 if a new request would be taken now, and begun without waiting for an administrator; else
+    503."""
     state = state_of(request)
     status = state.status
     if status == "ok" and state.engine is not None and state.engine.is_paused:

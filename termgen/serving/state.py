@@ -215,7 +215,7 @@ class ServerState:
         return len(self._answers)
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Whether all answers ended in time."""
+        """True if all answers ended in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()
