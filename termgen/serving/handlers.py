@@ -275,8 +275,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 if a new request would be taken now, and begun without waiting for an administrator; else
-    503."""
+    """Readiness: 503 unless a new request would be taken now, and begun without an administrator."""
     state = state_of(request)
     status = state.status
     if status == "ok" and state.engine is not None and state.engine.is_paused:
