@@ -120,6 +120,8 @@ NAMES = {
 }
 """Names of a chat's fields on this endpoint."""
 
+COUNT_TOKENS = replace(MESSAGES, structs=(CountFields, TemplateFields))
+
 MESSAGES_PATH = re.compile(r"/v1/messages(/.*)?", re.DOTALL)
 """Paths whose errors have Anthropic's shape."""
 
@@ -146,10 +148,6 @@ def parse_messages(
         "messages": turns_of([*_system(body.system), *_messages(body.messages)]),
         "thinking": thinking,
         "stop": body.stop_sequences,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
         **shared_fields(data),
         **_tools(body),
         **_output(body.output_config),
@@ -157,7 +155,6 @@ def parse_messages(
     if chat["messages"][-1]["role"] == "assistant":  # the answer is to go on from these words
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     ignored = unknown_fields(MESSAGES, data, NAMES)
-    context.pop("force_include_usage", None)  # these answers always include the usage
     return MessagesRequest(
         chat=_thoughtless(parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context), thinking),
         ignored=ignored,
@@ -324,8 +321,7 @@ def _output(config: OutputConfig | None) -> dict[str, Any]:
     return fields
 
 
-# -- answers -----------------------------------------------------------------------------
-
+# -- answers -------------------------------------------------------------------------------
 
 ERROR_TYPES = {
     400: "invalid_request_error",

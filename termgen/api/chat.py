@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from termgen.api.chat_prompt import Conversation, parse_prompt
 from termgen.api.fields import ANSWER, LENGTH, Endpoint, Instead, is_empty, never, one_of, read
-from termgen.api.job import Job, ResponseOptions, Tally, parse_options
+from termgen.api.job import AnswerStream, Choice, Job, ResponseOptions, Tally, parse_options
 from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
 from termgen.api.sampling import (
     HARMLESS,
@@ -20,10 +20,9 @@ from termgen.api.sampling import (
     check_prompt_logprobs,
     parse_sampling,
 )
-from termgen.api.sse import TextTemplate
-from termgen.api.tool_calls import CallParser, delta_of, message_fields, new_parser
-from termgen.api.tools import Tools, constrain
-from termgen.client import ChatPrompt, TokenDelta, TokenLogprob
+from termgen.api.tool_calls import CallParser, delta_of, message_fields
+from termgen.api.tools import Tools, constrain, new_parser
+from termgen.client import ChatPrompt, TokenDelta
 from termgen.errors import RequestError
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import MAX_LOGPROBS
@@ -151,33 +150,25 @@ def _logprobs(body: ChatFields) -> int | None:
     return None
 
 
-class _Choice:
-    """State of one streamed choice: logprobs and ids of tokens whose text is held back."""
-
-    __slots__ = ("logprobs", "parser", "started", "template", "token_ids")
-
-    def __init__(self) -> None:
-        self.parser: CallParser | None = None
-        """Set with the first delta, where the text is more than content."""
-        self.started = False
-        self.template: TextTemplate | None = None
-        self.logprobs: list[TokenLogprob] = []
-        self.token_ids: list[int] = []
+class _Choice(Choice):
+    parser: CallParser | None = None
+    """Set with the first delta, where the text is more than content."""
 
 
-class ChatStream:
-    """Turns deltas into `chat.completion.chunk` objects. One per HTTP request."""
+class ChatStream(AnswerStream[_Choice]):
+    """Turns deltas into `chat.completion.chunk` objects."""
 
     def __init__(self, request: ChatRequest) -> None:
-        self._options = request.options
+        params = request.job.params
         self._tools = request.tools
-        self._wants_logprobs = request.job.params.logprobs is not None
-        o = request.options
-        adds = self._wants_logprobs or o.return_token_ids or o.continuous_usage
-        self._is_plain = not (adds or request.tools.needs_parser)
-        self._tally = Tally(request.job.params.n)
-        self._choices = [_Choice() for _ in range(request.job.params.n)]
-        self._num_open = request.job.params.n
+        self._wants_logprobs = params.logprobs is not None
+        super().__init__(
+            "chat.completion.chunk",
+            request.options,
+            [_Choice() for _ in range(params.n)],
+            params.n,
+            is_text=not (self._wants_logprobs or request.tools.needs_parser),
+        )
         self._prompt_token_ids: tuple[int, ...] | None = None
         """The prompt's ids, until a chunk has carried them."""
         self._begun_by: Sequence[int] | None = None if request.tools.needs_prompt else ()
@@ -187,7 +178,6 @@ class ChatStream:
         """Deltas that came before the prompt was known."""
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
-        """Chunks for one delta: none while its text is held back."""
         if self._begun_by is not None:
             return self._feed(index, delta)
         self._held.append((index, delta))
@@ -221,62 +211,25 @@ class ChatStream:
             chunks.append(self._finish_chunk(index, delta))
         return chunks
 
-    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """The encoded form of what `feed` would return, for a delta in the middle that is only
-        text."""
-        choice = self._choices[index]
-        if not self._is_plain or not choice.started or delta.finish_reason is not None:
-            return None
-        self._tally.add(index, delta)
-        if not delta.text:
-            return b""
-        if choice.template is None:
-            choice.template = TextTemplate(
-                lambda text: self._content_chunk(index, {"content": text})
-            )
-        return choice.template.frame(delta.text)
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        return self._content_chunk(index, {"content": text})
 
-    def end(self) -> list[dict[str, Any]]:
-        """Chunks after the last choice: the usage chunk, when the client asked for it."""
-        if not self._options.include_usage:
-            return []
-        chunk = {**self._head(), "choices": [], "usage": self._tally.usage()}
-        if self._options.include_timings:
-            chunk["termgen"] = self._tally.timings()
-        return [chunk]
-
-    def _head(self) -> dict[str, Any]:
-        o = self._options
-        return {
-            "id": o.id,
-            "object": "chat.completion.chunk",
-            "created": o.created,
-            "model": o.model,
-        }
-
-    def _chunk(
+    def _delta_chunk(
         self, index: int, delta: dict[str, Any], finish_reason: str | None = None
     ) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": finish_reason,
-        }
-        chunk = {**self._head(), "choices": [choice]}
-        if self._options.include_usage:
-            chunk["usage"] = self._tally.usage() if self._options.continuous_usage else None
-        return chunk
+        return self._chunk(
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        )
 
     def _role_chunk(self, index: int) -> dict[str, Any]:
-        chunk = self._chunk(index, {"role": "assistant", "content": ""})
+        chunk = self._delta_chunk(index, {"role": "assistant", "content": ""})
         if self._prompt_token_ids is not None:
             chunk["prompt_token_ids"] = self._prompt_token_ids
             self._prompt_token_ids = None
         return chunk
 
     def _content_chunk(self, index: int, part: dict[str, Any]) -> dict[str, Any]:
-        choice, chunk = self._choices[index], self._chunk(index, part)
+        choice, chunk = self._choices[index], self._delta_chunk(index, part)
         if self._wants_logprobs:
             chunk["choices"][0]["logprobs"] = chat_logprobs_object(
                 choice.logprobs, tokens_as_ids=self._options.tokens_as_ids
@@ -288,12 +241,8 @@ class ChatStream:
 
     def _finish_chunk(self, index: int, delta: TokenDelta) -> dict[str, Any]:
         parser = self._choices[index].parser
-        chunk = self._chunk(index, {}, _finish_reason_of(delta, parser, self._tools))
-        chunk["choices"][0]["stop_reason"] = delta.stop_reason
-        self._num_open -= 1
-        o = self._options
-        if o.include_timings and not o.include_usage and self._num_open == 0:
-            chunk["termgen"] = self._tally.timings()
+        chunk = self._delta_chunk(index, {}, _finish_reason_of(delta, parser, self._tools))
+        self._finish(chunk, delta)
         return chunk
 
 
@@ -324,10 +273,7 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
             choice["token_ids"] = answer.token_ids
         choices.append(choice)
     response: dict[str, Any] = {
-        "id": o.id,
-        "object": "chat.completion",
-        "created": o.created,
-        "model": o.model,
+        **o.head("chat.completion"),
         "choices": choices,
         "usage": tally.usage(),
     }

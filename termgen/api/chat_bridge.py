@@ -29,10 +29,10 @@ from termgen.api.sampling import SharedFields
 from termgen.client import TokenDelta
 from termgen.errors import OverloadedError, RequestError
 
-SHARED_FIELDS = frozenset({*declared(SharedFields), *declared(TemplateFields)}) - {
-    *("model", "stream", "temperature", "top_k", "top_p")
-}
-"""Fields of a chat that both endpoints take as they are: none changes the shape of an answer."""
+_OWN_FIELDS = frozenset({"stream", "temperature", "top_k", "top_p"})
+"""Fields of a chat that the APIs of both endpoints have too."""
+SHARED_FIELDS = {*declared(SharedFields), *declared(TemplateFields)} - {"model"} - _OWN_FIELDS
+"""Fields of a chat that both endpoints take besides: none changes the shape of an answer."""
 
 CHAT_WORDS: Mapping[str, Check] = {
     **CHAT.refused,
@@ -56,7 +56,8 @@ _TOOL = re.compile(r"^(tools\[\d+\])\.function")
 
 
 def shared_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: data[name] for name in SHARED_FIELDS if name in data}
+    """Fields of a body that a chat takes as they are."""
+    return {name: data[name] for name in (*_OWN_FIELDS, *SHARED_FIELDS) if name in data}
 
 
 def unknown_fields(

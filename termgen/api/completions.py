@@ -22,7 +22,7 @@ from termgen.api.fields import (
     wanted,
     wrong_type,
 )
-from termgen.api.job import Job, ResponseOptions, Tally, parse_options
+from termgen.api.job import AnswerStream, Choice, Job, ResponseOptions, Tally, parse_options
 from termgen.api.logprobs import TextLogprobs, prompt_logprobs_list
 from termgen.api.sampling import (
     HARMLESS,
@@ -34,7 +34,6 @@ from termgen.api.sampling import (
     check_prompt_logprobs,
     parse_sampling,
 )
-from termgen.api.sse import TextTemplate
 from termgen.client import FillPrompt, Prompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
 
@@ -63,7 +62,7 @@ class CompletionFields(GenerationFields, frozen=True, kw_only=True):
     suffix: Annotated[
         str | None,
         PROMPT(
-            "what stands behind the answer, for models whose tokenizer has tokens for that "
+            "text after the answer, for models whose tokenizer has tokens for that "
             "(fill-in-the-middle), and refused for others; excludes `echo`",
             "a string; the prompt must be text",
         ),
@@ -209,42 +208,35 @@ def _is_token_list(value: list[Any]) -> bool:
     return all(is_int(token) and 0 <= token <= MAX_INT for token in value)
 
 
-class _Choice:
-    """State of one streamed choice: logprobs and ids of tokens whose text is held back."""
-
-    __slots__ = ("logprobs", "sent_echo", "started", "template", "text_logprobs", "token_ids")
-
+class _Choice(Choice):
     def __init__(self, text_logprobs: TextLogprobs) -> None:
-        self.started = False
+        super().__init__()
         self.sent_echo = False
-        self.logprobs: list[TokenLogprob] = []
-        self.token_ids: list[int] = []
-        self.template: TextTemplate | None = None
         self.text_logprobs = text_logprobs
 
 
-class CompletionStream:
+class CompletionStream(AnswerStream[_Choice]):
     """Turns deltas into `text_completion` chunks. `echoes[p]` is the text of prompt p, "" without
     echo; it must be there when the first delta comes."""
 
     def __init__(self, request: CompletionRequest, echoes: Sequence[str]) -> None:
+        super().__init__(
+            "text_completion",
+            request.options,
+            [_Choice(_text_logprobs(request)) for _ in range(request.num_choices)],
+            request.n,
+            is_text=not request.wants_logprobs,
+        )
         self._request = request
-        self._options = request.options
         self._echoes = echoes
-        self._tally = Tally(request.n)
-        self._choices = [_Choice(_text_logprobs(request)) for _ in range(request.num_choices)]
         self._prompt_token_ids: dict[int, tuple[int, ...]] = {}
         """Ids of the prompts by choice, until a chunk has carried them."""
-        self._num_open = request.num_choices
         self._prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         """Logprobs of the prompts, for an echo; they come with the first choice of a prompt."""
         self._held: dict[int, list[tuple[int, TokenDelta]]] = {}
         """Deltas by prompt that came before the prompt's logprobs."""
-        o = request.options
-        self._is_plain = not (request.wants_logprobs or o.return_token_ids or o.continuous_usage)
 
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
-        """Chunks for one delta: none while its text is held back."""
         if not self._request.echoes_logprobs:
             return self._feed(index, delta)
         prompt = index // self._request.n
@@ -272,53 +264,29 @@ class CompletionStream:
         wants_news = bool(text) or self._options.return_token_ids
         if not wants_news and delta.finish_reason is None:
             return []
-        return [self._chunk(index, text, delta)]
+        return [self._delta_chunk(index, text, delta)]
 
-    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """The encoded form of what `feed` would return, for a delta in the middle that is only
-        text."""
-        choice = self._choices[index]
-        if not self._is_plain or not choice.started or delta.finish_reason is not None:
-            return None
-        self._tally.add(index, delta)
-        if not delta.text:
-            return b""
-        if choice.template is None:
-            choice.template = TextTemplate(lambda text: self._chunk(index, text, delta))
-        return choice.template.frame(delta.text)
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        return self._delta_chunk(index, text, None)
 
-    def end(self) -> list[dict[str, Any]]:
-        """Chunks after the last choice: the usage chunk, when the client asked for it."""
-        if not self._options.include_usage:
-            return []
-        chunk = {**_head(self._options), "choices": [], "usage": self._tally.usage()}
-        if self._options.include_timings:
-            chunk["termgen"] = self._tally.timings()
-        return [chunk]
-
-    def _chunk(self, index: int, text: str, delta: TokenDelta) -> dict[str, Any]:
-        state, o = self._choices[index], self._options
+    def _delta_chunk(self, index: int, text: str, delta: TokenDelta | None) -> dict[str, Any]:
+        state = self._choices[index]
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
             "logprobs": None,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": delta.finish_reason if delta is not None else None,
         }
         if self._request.wants_logprobs:
             choice["logprobs"] = self._logprobs(index)
-        if o.return_token_ids:
+        if self._options.return_token_ids:
             choice["token_ids"] = state.token_ids
             if index in self._prompt_token_ids:
                 choice["prompt_token_ids"] = self._prompt_token_ids.pop(index)
         state.logprobs, state.token_ids = [], []
-        chunk = {**_head(o), "choices": [choice]}
-        if o.include_usage:
-            chunk["usage"] = self._tally.usage() if o.continuous_usage else None
-        if delta.finish_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
-            self._num_open -= 1
-            if o.include_timings and not o.include_usage and self._num_open == 0:
-                chunk["termgen"] = self._tally.timings()
+        chunk = self._chunk(choice)
+        if delta is not None and delta.finish_reason is not None:
+            self._finish(chunk, delta)
         return chunk
 
     def _logprobs(self, index: int) -> dict[str, Any]:
@@ -362,7 +330,7 @@ def completion_response(
             if answer.prompt_token_ids is not None:
                 choice["prompt_token_ids"] = answer.prompt_token_ids
         choices.append(choice)
-    response = {**_head(o), "choices": choices, "usage": tally.usage()}
+    response = {**o.head("text_completion"), "choices": choices, "usage": tally.usage()}
     if o.include_timings:
         response["termgen"] = tally.timings()
     return response
@@ -376,12 +344,3 @@ def _shown(entries: Sequence[TokenLogprob], num_top: int) -> list[TokenLogprob]:
 
 def _text_logprobs(request: CompletionRequest) -> TextLogprobs:
     return TextLogprobs(num_top=request.num_top, tokens_as_ids=request.options.tokens_as_ids)
-
-
-def _head(options: ResponseOptions) -> dict[str, Any]:
-    return {
-        "id": options.id,
-        "object": "text_completion",
-        "created": options.created,
-        "model": options.model,
-    }

@@ -100,36 +100,27 @@ def invalid_api_key() -> RequestError:
 
 
 def host_not_allowed(host: str) -> RequestError:
-    return RequestError(
-        f"Host {host!r} is not one this server answers to; see --allowed-host",
-        code="host_not_allowed",
-        status=403,
-        type="permission_error",
-    )
+    message = f"Host {host!r} is not one this server answers to; see --allowed-host"
+    return _forbidden("host_not_allowed", message)
 
 
 def origin_not_allowed(origin: str) -> RequestError:
-    return RequestError(
-        f"Pages of {origin!r} may not use this server; see --allowed-origin",
-        code="origin_not_allowed",
-        status=403,
-        type="permission_error",
-    )
+    message = f"Pages of {origin!r} may not use this server; see --allowed-origin"
+    return _forbidden("origin_not_allowed", message)
 
 
 def cors_not_allowed(message: str) -> RequestError:
     """Refusal of a browser's preflight request for a method or a header that no page may send."""
-    return RequestError(message, code="cors_not_allowed", status=403, type="permission_error")
+    return _forbidden("cors_not_allowed", message)
 
 
 def admin_only(*, is_possible: bool) -> RequestError:
     hint = "send the admin key" if is_possible else "start the server with --admin-key to allow it"
-    return RequestError(
-        f"This is for administrators: {hint}",
-        code="admin_only",
-        status=403,
-        type="permission_error",
-    )
+    return _forbidden("admin_only", f"This is for administrators: {hint}")
+
+
+def _forbidden(code: str, message: str) -> RequestError:
+    return RequestError(message, code=code, status=403, type="permission_error")
 
 
 def path_not_found() -> RequestError:

@@ -182,10 +182,10 @@ class Group(enum.Enum):
     """Tables of docs/api.md. Calling one documents a field, in its annotation."""
 
     PROMPT = "The prompt"
-    LENGTH = "Length and ends"
-    SAMPLING = "How tokens are drawn"
-    FORM = "Answers of a given form"
-    ANSWER = "What the answer tells"
+    LENGTH = "Length and stop conditions"
+    SAMPLING = "How tokens are sampled"
+    FORM = "Structured output and tools"
+    ANSWER = "Contents of the answer"
     ENGINE = "How the engine treats the request"
 
     def __call__(
@@ -336,7 +336,7 @@ def strings(value: str | list[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-# -- the model ---------------------------------------------------------------------------
+# -- the model -----------------------------------------------------------------------------
 
 
 def served_names(info: ModelInfo, configured: Sequence[str]) -> tuple[str, ...]:

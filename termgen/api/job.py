@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from termgen.api.sampling import MAX_PING_INTERVAL_S, MIN_PING_INTERVAL_S, GenerationFields
-from termgen.client import Prompt, RequestTimings, TokenDelta
+from termgen.api.sse import TextTemplate
+from termgen.client import Prompt, RequestTimings, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
 from termgen.vocabulary.request import check_cache_salt
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -43,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """How to write the answer."""
+    """Form of the answer: streamed or whole, with which fields."""
 
     id: str
     model: str
@@ -57,6 +60,10 @@ class ResponseOptions:
     """Name tokens `token_id:N` in logprobs instead of by text."""
     ping_interval_s: float | None = None
     """Silence in this stream before a ping, 0 for no pings; None: the server's default."""
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """The first fields of a response or a chunk."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
 def parse_options(
@@ -143,3 +150,76 @@ def _timing_fields(timings: RequestTimings, num_tokens: int) -> dict[str, float 
         "e2e_s": timings.e2e_s,
         "tokens_per_s": timings.tokens_per_s(num_tokens),
     }
+
+
+class Choice:
+    """State of one streamed choice: logprobs and ids of tokens whose text is held back."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self.template: TextTemplate | None = None
+        self.logprobs: list[TokenLogprob] = []
+        self.token_ids: list[int] = []
+
+
+C = TypeVar("C", bound=Choice)
+
+
+class AnswerStream(ABC, Generic[C]):
+    """Turns deltas into chunks. One per HTTP request."""
+
+    def __init__(
+        self, kind: str, options: ResponseOptions, choices: Sequence[C], n: int, *, is_text: bool
+    ) -> None:
+        """kind: the `object` of a chunk. n: completions of each prompt. is_text: chunks have only
+        text of the model."""
+        self._options = options
+        self._head = options.head(kind)
+        self._is_plain = is_text and not (options.return_token_ids or options.continuous_usage)
+        self._tally = Tally(n)
+        self._choices = choices
+        self._num_open = len(choices)
+
+    @abstractmethod
+    def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
+        """Chunks for one delta: none while its text is held back."""
+
+    @abstractmethod
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        """A chunk in the middle of a choice that is only text."""
+
+    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
+        """The encoded form of what `feed` would return, for a delta in the middle that is only
+        text."""
+        choice = self._choices[index]
+        if not self._is_plain or not choice.started or delta.finish_reason is not None:
+            return None
+        self._tally.add(index, delta)
+        if not delta.text:
+            return b""
+        if choice.template is None:
+            choice.template = TextTemplate(lambda text: self._text_chunk(index, text))
+        return choice.template.frame(delta.text)
+
+    def end(self) -> list[dict[str, Any]]:
+        """Chunks after the last choice: the usage chunk, when the client asked for it."""
+        if not self._options.include_usage:
+            return []
+        chunk = {**self._head, "choices": [], "usage": self._tally.usage()}
+        if self._options.include_timings:
+            chunk["termgen"] = self._tally.timings()
+        return [chunk]
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "choices": [choice]}
+        if self._options.include_usage:
+            chunk["usage"] = self._tally.usage() if self._options.continuous_usage else None
+        return chunk
+
+    def _finish(self, chunk: dict[str, Any], delta: TokenDelta) -> None:
+        """Add the fields of a choice's last chunk."""
+        chunk["choices"][0]["stop_reason"] = delta.stop_reason
+        self._num_open -= 1
+        o = self._options
+        if o.include_timings and not o.include_usage and self._num_open == 0:
+            chunk["termgen"] = self._tally.timings()

@@ -31,8 +31,9 @@ def model_object(info: ModelInfo, name: str) -> dict[str, Any]:
 
 
 def _capabilities(info: ModelInfo) -> dict[str, Any]:
-    """What the model's files declare. `system_message` means that the template knows no tools: the
-    system message describes them, and only enforced calls are certain to be well formed."""
+    """Capabilities that the model's files declare. `system_message` means that the template knows
+    no tools: the system message describes them, and only enforced calls are certain to be well
+    formed."""
     shown = "template" if info.tool_format.knows_tools else "system_message"
     return {
         "chat": info.has_chat_template,
@@ -44,8 +45,7 @@ def model_list(info: ModelInfo, names: Sequence[str]) -> dict[str, Any]:
     return {"object": "list", "data": [model_object(info, name) for name in names]}
 
 
-# -- the tokenizer -----------------------------------------------------------------------
-
+# -- the tokenizer -------------------------------------------------------------------------
 
 MAX_IDS = 1_000_000
 

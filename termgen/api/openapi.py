@@ -136,4 +136,4 @@ def _flat(schema: dict[str, Any], components: dict[str, Any]) -> dict[str, Any]:
             choice["type"] = "string"
         types.append(choice.pop("type"))
         flat |= choice
-    return {"type": types, **flat}
+    return {"type": sorted(types, key="null".__eq__), **flat}  # null last, in every msgspec

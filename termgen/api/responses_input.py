@@ -146,10 +146,6 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
     chat: dict[str, Any] = {
         "messages": turns_of(messages),
         "max_tokens": body.max_output_tokens,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
         "stop": body.stop,
         **shared_fields(data),
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
@@ -161,7 +157,6 @@ def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest
     if output_format is not None:
         chat["response_format"] = _response_format(output_format)
     ignored = unknown_fields(RESPONSES, data, NAMES)
-    context.pop("force_include_usage", None)  # these answers always include the usage
     # Strict is the default here, unlike in a chat; but some models cannot where calls are optional.
     strict = context.get("tool_format", ToolFormat()).new_parser is None
     names = {**NAMES, **tools.paths}
@@ -316,8 +311,7 @@ def _result(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
 
 
-# -- tools -------------------------------------------------------------------------------
-
+# -- tools ---------------------------------------------------------------------------------
 
 INPUT = "input"
 """The argument of a custom tool."""

@@ -136,7 +136,7 @@ class SharedFields(Struct, frozen=True):
     seed: Annotated[
         Seed | None,
         SAMPLING(
-            "a draw depends on the seed, the position and the model's numbers alone, whatever else "
+            "a token depends only on the seed, the position and the model's logits, whatever else "
             "the server does. Answer `i` uses `seed + i`",
             "a 64-bit integer",
             "random",
@@ -152,7 +152,7 @@ class SharedFields(Struct, frozen=True):
     ] = None
     allowed_token_ids: Annotated[
         list[int] | None,
-        SAMPLING("no other token is drawn", "one token id or more", "all", VLLM),
+        SAMPLING("only these tokens are sampled", "one token id or more", "all", VLLM),
     ] = None
     bad_words: Annotated[
         str | list[str],
@@ -167,7 +167,7 @@ class SharedFields(Struct, frozen=True):
         int,
         Meta(ge=0, le=MAX_INT),
         LENGTH(
-            "no end before so many tokens; stop strings do not count until then",
+            "the answer does not end before so many tokens; stop strings have no effect until then",
             "0 to `max_tokens`",
             origin=VLLM,
         ),
@@ -182,7 +182,7 @@ class SharedFields(Struct, frozen=True):
     structured_outputs: Annotated[
         dict[str, Any] | None,
         FORM(
-            "a form that the answer is held to",
+            "a form that the answer is constrained to",
             "an object with one of `json`, `json_object`, `regex`, `choice`, `grammar`",
             origin=VLLM,
         ),
@@ -229,7 +229,7 @@ class GenerationFields(SharedFields, frozen=True):
         PositiveInt | None,
         LENGTH(
             "longest answer, in tokens. More is an error, or is cut to that with the server's "
-            "`--clamp-max-tokens`, which the response header `x-termgen-max-tokens` tells",
+            "`--clamp-max-tokens`, which the response header `x-termgen-max-tokens` reports",
             "1 to what the context leaves; on completions 0 too, with `echo`",
             "what the context leaves; on completions 16",
         ),
@@ -254,12 +254,12 @@ class GenerationFields(SharedFields, frozen=True):
         ),
     ] = 1
     best_of: Annotated[
-        PositiveInt | None, SAMPLING("nothing but that", "the value of `n`", "`n`")
+        PositiveInt | None, SAMPLING("accepted only with that value", "the value of `n`", "`n`")
     ] = None
     response_format: Annotated[
         dict[str, Any] | None,
         FORM(
-            "JSON that the answer is held to; see [structured outputs](structured-outputs.md)",
+            "form of JSON for the answer; see [structured outputs](structured-outputs.md)",
             "`text`, `json_object` or `json_schema` with its schema",
             "text",
         ),
@@ -309,7 +309,7 @@ class GenerationFields(SharedFields, frozen=True):
         StreamOptions | None,
         ANSWER(
             "`include_usage`: a last event with the counts; `continuous_usage_stats`: counts with "
-            "every event; `include_obfuscation` is taken, and nothing is padded",
+            "every event; `include_obfuscation` is accepted, and nothing is padded",
             "an object; needs `stream`",
         ),
     ] = None

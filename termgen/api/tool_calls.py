@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from termgen.api.tool_grammar import MARKERS
-from termgen.api.tools import Tools
 from termgen.vocabulary.tool_format import ResponseParser, ToolStyle
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -189,8 +188,7 @@ def _loads(text: str) -> object:
     return value
 
 
-# -- the text of an answer ---------------------------------------------------------------
-
+# -- the text of an answer -----------------------------------------------------------------
 
 END_OF_CALL = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -236,15 +234,6 @@ class CallParser(Protocol):
     def feed(self, text: str) -> list[Part]: ...
 
     def finish(self) -> list[Part]: ...
-
-
-def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
-    """The parser for the text of one choice. prompt_ids: a prompt that may have begun the
-    answer."""
-    names = frozenset(function.name for function in tools.functions)
-    if tools.format.new_parser is not None and not tools.is_formed:
-        return DeclaredParser(tools.format.new_parser(prompt_ids), reads_calls=tools.may_call)
-    return StyleParser(tools.format.style, names)
 
 
 class StyleParser:

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from termgen.api.errors import unsupported
 from termgen.api.fields import check_depth, read, wrong_type
+from termgen.api.tool_calls import CallParser, DeclaredParser, StyleParser
 from termgen.api.tool_grammar import ANY_OBJECT, Function, calls_or_json, forced_calls, free_calls
 from termgen.errors import RequestError
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
@@ -226,6 +227,18 @@ def constrain(
 
 def _of_tools(grammar: str) -> StructuredOutputsParams:
     return StructuredOutputsParams(grammar=grammar, param="tools", is_own_grammar=True)
+
+
+# -- what the model writes -----------------------------------------------------------------
+
+
+def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
+    """The parser for the text of one choice. prompt_ids: a prompt that may have begun the
+    answer."""
+    names = frozenset(function.name for function in tools.functions)
+    if tools.format.new_parser is not None and not tools.is_formed:
+        return DeclaredParser(tools.format.new_parser(prompt_ids), reads_calls=tools.may_call)
+    return StyleParser(tools.format.style, names)
 
 
 # -- what the model sees -------------------------------------------------------------------

@@ -15,11 +15,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from termgen import __version__
-from termgen.api.anthropic import MESSAGES
+from termgen.api.anthropic import COUNT_TOKENS, MESSAGES
 from termgen.api.chat import CHAT
 from termgen.api.completions import COMPLETIONS
 from termgen.api.errors import http_reply
 from termgen.api.fields import Endpoint
+from termgen.api.models import DETOKENIZE
 from termgen.api.openapi import Operation, describe
 from termgen.api.responses_input import RESPONSES
 from termgen.client import EngineClient
@@ -137,7 +138,9 @@ BODIES: Mapping[str, Endpoint] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
     "/v1/responses": RESPONSES,
+    "/detokenize": DETOKENIZE,
 }
 """Declarations of the bodies of POST routes; other bodies are described as objects."""
 

@@ -93,8 +93,7 @@ def _same(new: EngineSnapshot, old: EngineSnapshot) -> bool:
     )
 
 
-# -- events ------------------------------------------------------------------------------
-
+# -- events --------------------------------------------------------------------------------
 
 HISTORY = 16_384
 """Events kept: half a minute of a busy GPU, hours of an idle one."""

@@ -59,6 +59,7 @@ from termgen.serving.responses import (
 from termgen.serving.state import ServerState, state_of
 
 T = TypeVar("T")
+Stream = tuple[ChunkStream, Wire]
 
 BODY_TIMEOUT_S = 60.0
 """Limit for the arrival of a body."""
@@ -126,10 +127,7 @@ async def _read(request: Request, share: BodyShare) -> list[bytes]:
         raise body_too_slow(BODY_TIMEOUT_S) from None
 
 
-# -- answers -----------------------------------------------------------------------------
-
-
-Stream = tuple[ChunkStream, Wire]
+# -- answers -------------------------------------------------------------------------------
 
 
 def answer(
@@ -186,15 +184,20 @@ async def work_on_tokens(
 # -- generation ----------------------------------------------------------------------------
 
 
-async def chat_completions(request: Request) -> ASGIApp:
-    state, engine = state_of(request), state_of(request).require_engine()
-    parse = partial(parse_chat, tool_format=engine.model.tool_format)
-    chat = await parse_body(
+async def _parse_chat(request: Request, parse: Callable[..., T], **options: bool) -> T:
+    """The body of an endpoint that is a chat."""
+    state = state_of(request)
+    return await parse_body(
         request,
-        parse,
-        force_include_usage=state.config.force_include_usage,
+        partial(parse, tool_format=state.require_engine().model.tool_format),
         trusts_template=state.config.trust_request_chat_template,
+        **options,
     )
+
+
+async def chat_completions(request: Request) -> ASGIApp:
+    force_usage = state_of(request).config.force_include_usage
+    chat = await _parse_chat(request, parse_chat, force_include_usage=force_usage)
     return answer(
         request,
         [chat.job],
@@ -238,7 +241,7 @@ async def _fill_echoes(
             echoes.append(await engine.detokenize(prompt))
 
 
-# -- models and state ---------------------------------------------------------------------
+# -- models and state ----------------------------------------------------------------------
 
 
 async def list_models(request: Request) -> Response:
@@ -272,7 +275,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Whether a new request would be taken now, and begun without waiting for an administrator."""
+    """Readiness: 503 unless a new request would be taken now, and begun without an administrator."""
     state = state_of(request)
     status = state.status
     if status == "ok" and state.engine is not None and state.engine.is_paused:
@@ -294,11 +297,11 @@ async def version(request: Request) -> Response:
     return JSONReply({"version": __version__})
 
 
-# -- chats in other words ----------------------------------------------------------------
+# -- chats in other words ------------------------------------------------------------------
 
 
 async def messages(request: Request) -> ASGIApp:
-    asked = await _parse(request, parse_messages)
+    asked = await _parse_chat(request, parse_messages)
     chat = asked.chat
     return _renaming(
         answer(
@@ -316,7 +319,7 @@ async def messages(request: Request) -> ASGIApp:
 
 async def count_tokens(request: Request) -> Response:
     state, engine = state_of(request), state_of(request).require_engine()
-    asked = await _parse(request, parse_messages, only_counts=True)
+    asked = await _parse_chat(request, parse_messages, only_counts=True)
     prompt = asked.chat.job.prompt
     size = state.admission.estimate(prompt)
     ids = await work_on_tokens(request, size, lambda: engine.tokenize(prompt))
@@ -325,7 +328,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def responses(request: Request) -> ASGIApp:
-    asked = await _parse(request, parse_responses)
+    asked = await _parse_chat(request, parse_responses)
     chat = asked.chat
 
     def stream() -> Stream:
@@ -360,18 +363,7 @@ def _renaming(app: ASGIApp, names: Mapping[str, str]) -> ASGIApp:
     return answer_renamed
 
 
-async def _parse(request: Request, parse: Callable[..., T], **options: bool) -> T:
-    state = state_of(request)
-    return await parse_body(
-        request,
-        partial(parse, tool_format=state.require_engine().model.tool_format),
-        force_include_usage=False,
-        trusts_template=state.config.trust_request_chat_template,
-        **options,
-    )
-
-
-# -- text to tokens and back -------------------------------------------------------------
+# -- text to tokens and back ---------------------------------------------------------------
 
 
 async def tokenize(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The program that parses and checks large request bodies, for `json_process.py`.
+"""The program that parses and checks large request bodies, for `state.py`.
 
 The cost of parsing goes by the number of values, not of bytes: eight megabytes of `[],` take a
 second and half a gigabyte, the same as one text some milliseconds. So the values are counted first.

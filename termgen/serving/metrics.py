@@ -16,13 +16,13 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from termgen.serving.request_metrics import RequestMetrics
+from termgen.serving.request_metrics import ModelMetrics, RequestMetrics
 from termgen.vocabulary.events import EngineEvent, EngineSnapshot, StepRecord
 from termgen.vocabulary.grammar_times import BOUNDS_S, GrammarTotals
 from termgen.vocabulary.memory_ledger import MemoryLedger
@@ -141,7 +141,7 @@ class StepMetrics(Collector):
         )
         yield self._counter(
             "engine_telling_seconds",
-            "Time of the engine's thread that telling of its steps took",
+            "Time that the engine's thread took to publish its steps",
             [],
             {(): self._told_s},
         )
@@ -150,7 +150,7 @@ class StepMetrics(Collector):
         )
         yield self._counter(
             "engine_padded_tokens",
-            "Tokens that steps computed for nobody, to fit a recording",
+            "Padding that steps computed to fit a recorded graph, in tokens",
             [],
             {(): self._padded},
         )
@@ -164,8 +164,7 @@ class StepMetrics(Collector):
         return family
 
 
-# -- the server --------------------------------------------------------------------------
-
+# -- the server ----------------------------------------------------------------------------
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -237,100 +236,78 @@ class _SinceStartCollector(Collector):
             yield family
 
 
-class ServerMetrics:
+class ServerMetrics(ModelMetrics):
     """All metrics of one server and one model."""
 
     def __init__(self, model: str, *, vllm_names: bool = False) -> None:
-        self._registry = CollectorRegistry()
+        super().__init__(CollectorRegistry(), model)
         self._shown = [self._registry]
         if vllm_names:
             again = CollectorRegistry()
             again.register(VLLMNames(self._registry))
             self._shown.append(again)
-        self._model = model
         self._since_start = _SinceStart()
         self._registry.register(_SinceStartCollector(self._since_start, model))
 
         self.num_running = self._gauge("num_requests_running", "Requests in the batch")
         self.num_waiting = self._gauge("num_requests_waiting", "Requests in the queue")
-        self._waiting_by_reason = Gauge(
-            "termgen_num_requests_waiting_by_reason",
+        self._waiting_by_reason = self._gauge(
+            "num_requests_waiting_by_reason",
             "Requests in the queue, by what they wait for: capacity, or deferred by a pause",
-            ["model", "reason"],
-            registry=self._registry,
+            "reason",
         )
         self._is_paused = False
         self.paused = self._gauge("engine_paused", "1 while the engine is paused, else 0")
-        self._sleep = Gauge(
-            "termgen_engine_sleep_state",
+        self._sleep = self._gauge(
+            "engine_sleep_state",
             "1 for the state the engine is in: awake, or asleep at level 1 or 2",
-            ["model", "sleep_state"],
-            registry=self._registry,
+            "sleep_state",
         )
         self.on_sleep_level(0)
         self.run_ahead = self._gauge(
-            "engine_run_ahead_seconds", "Most work that is queued while nobody waits"
+            "engine_run_ahead_seconds", "Most work that is queued while no client waits"
         )
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1")
-        self._kv_blocks = Gauge(
-            "termgen_kv_blocks", "KV blocks by state", ["model", "state"], registry=self._registry
-        )
-        self._memory = Gauge(
-            "termgen_memory_bytes",
+        self._kv_blocks = self._gauge("kv_blocks", "KV blocks by state", "state")
+        self._memory = self._gauge(
+            "memory_bytes",
             "The device's memory when the engine was ready, by what it is taken by",
-            ["model", "kind"],
-            registry=self._registry,
+            "kind",
         )
-        self._graphs = Gauge(
-            "termgen_cuda_graphs",
+        self._graphs = self._gauge(
+            "cuda_graphs",
             "CUDA graphs recorded, and those still to be recorded in idle moments",
-            ["model", "state"],
-            registry=self._registry,
+            "state",
         )
-        self._startup = Gauge(
-            "termgen_startup_seconds",
-            "What starting the engine took, by phase",
-            ["model", "phase"],
-            registry=self._registry,
+        self._startup = self._gauge(
+            "startup_seconds", "Time that the engine's start took, by phase", "phase"
         )
         self._add_counts(model)
 
     def _add_counts(self, model: str) -> None:
         """Add the metrics that count from the start."""
-        self._disconnects = Counter(
-            "termgen_client_disconnects",
-            "Clients that left before their answer was complete",
-            ["model", "stage"],
-            registry=self._registry,
+        self._disconnects = self._counter(
+            "client_disconnects", "Clients that left before their answer was complete", "stage"
         )
-        self._rejected = Counter(
-            "termgen_rejected",
+        self._rejected = self._counter(
+            "rejected",
             "Requests turned away before the engine saw them, by the code of the error",
-            ["model", "reason"],
-            registry=self._registry,
+            "reason",
         )
         self.ignored_fields = self._counter("ignored_fields", "Unknown request fields ignored")
         self.heartbeat = self._gauge(
             "engine_heartbeat_timestamp_seconds",
             "When the engine last finished a step or answered, as Unix time",
         )
-        self._cache_config = Gauge(
-            "termgen_cache_config_info",
-            "Always 1; the labels tell the size of the KV cache",
-            ["model", "block_size", "num_gpu_blocks"],
-            registry=self._registry,
+        self._cache_config = self._gauge(
+            "cache_config_info",
+            "Always 1; the labels have the size of the KV cache",
+            "block_size",
+            "num_gpu_blocks",
         )
         self.requests = RequestMetrics(self._registry, model)
         self._steps = StepMetrics(model)
         self._registry.register(self._steps)
-
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        gauge = Gauge(f"termgen_{name}", help_text, ["model"], registry=self._registry)
-        return gauge.labels(self._model)
-
-    def _counter(self, name: str, help_text: str) -> Counter:
-        counter = Counter(f"termgen_{name}", help_text, ["model"], registry=self._registry)
-        return counter.labels(self._model)
 
     def disconnected(self, stage: str) -> None:
         """`stage`: `queue`, `prefill` or `decode`."""

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from termgen.api.job import Job
 from termgen.client import RequestTimings, TokenDelta
+
+logger = logging.getLogger("termgen.server.requests")
 
 # the first 16 are OpenTelemetry's, the whole list is vLLM's
 TTFT_BUCKETS = (
@@ -67,25 +69,44 @@ class TokenMetrics(Collector):
         yield gaps
 
 
-class RequestMetrics:
-    """Metrics of all requests of one server."""
+class ModelMetrics:
+    """Makes metrics whose first label is the model's name."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
         self._model = model
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        """A gauge of this model; one with further labels is not bound to the model yet."""
+        gauge = Gauge(f"termgen_{name}", help_text, ["model", *labels], registry=self._registry)
+        return gauge if labels else gauge.labels(self._model)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        names = ["model", *labels]
+        counter = Counter(f"termgen_{name}", help_text, names, registry=self._registry)
+        return counter if labels else counter.labels(self._model)
+
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(
+            f"termgen_{name}", help_text, ["model"], buckets=buckets, registry=self._registry
+        )
+        return histogram.labels(self._model)
+
+
+class RequestMetrics(ModelMetrics):
+    """Metrics of all requests of one server."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        super().__init__(registry, model)
         self.tokens = TokenMetrics(model)
         registry.register(self.tokens)
-        self._success = Counter(
-            "termgen_request_success",
-            "Completions that ended, by reason",
-            ["model", "finished_reason"],
-            registry=registry,
+        self._success = self._counter(
+            "request_success", "Completions that ended, by reason", "finished_reason"
         )
-        self._by_source = Counter(
-            "termgen_prompt_tokens_by_source",
+        self._by_source = self._counter(
+            "prompt_tokens_by_source",
             "Prompt tokens of requests begun, by where their keys and values came from",
-            ["model", "source"],
-            registry=registry,
+            "source",
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests begun")
         self.cached_tokens = self._counter(
@@ -132,16 +153,6 @@ class RequestMetrics:
         self.params_max_tokens = add(
             "request_params_max_tokens", "Tokens asked for, where a limit was set", SIZE_BUCKETS
         )
-
-    def _counter(self, name: str, help_text: str) -> Counter:
-        counter = Counter(f"termgen_{name}", help_text, ["model"], registry=self._registry)
-        return counter.labels(self._model)
-
-    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(
-            f"termgen_{name}", help_text, ["model"], buckets=buckets, registry=self._registry
-        )
-        return histogram.labels(self._model)
 
     def begun(self, job: Job) -> None:
         self.params_n.observe(job.params.n)
@@ -237,10 +248,7 @@ class RequestMeter:
             self._metrics.on_timings(delta.timings, delta.num_output_tokens)
 
 
-# -- reports -----------------------------------------------------------------------------
-
-
-logger = logging.getLogger("termgen.server.requests")
+# -- reports -------------------------------------------------------------------------------
 
 OPERATIONS = {"/v1/completions": "text_completion"}
 """OpenTelemetry's names of operations; every other path that generates is a `chat`."""

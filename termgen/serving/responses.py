@@ -45,6 +45,10 @@ from termgen.serving.state import ServerState
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
+logger = logging.getLogger("termgen.server")
+
+T = TypeVar("T")
+Headers = Mapping[str, str]
 Take = Callable[[int, TokenDelta], Awaitable[None]]
 """Called with (choice, delta)."""
 
@@ -302,13 +306,7 @@ def _of_prompt(job: Job, token_ids: Sequence[int]) -> TokenDelta:
     )
 
 
-# -- how answers travel ------------------------------------------------------------------
-
-
-logger = logging.getLogger("termgen.server")
-
-T = TypeVar("T")
-Headers = Mapping[str, str]
+# -- how answers travel --------------------------------------------------------------------
 
 
 class ClientDisconnected(Exception):

@@ -1,9 +1,12 @@
-"""The shared state of one server: its engine, its metrics, and the answers under way."""
+"""The shared state of one server: engine, metrics, answers under way, process for large bodies."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -11,16 +14,29 @@ from termgen.api.errors import request_aborted, unavailable
 from termgen.api.fields import served_names
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
-from termgen.errors import EngineDeadError, EngineError, LoadingError
+from termgen.errors import EngineDeadError, EngineError, LoadingError, RequestError
 from termgen.serving.access import Caller, KeyRing, Role
 from termgen.serving.admission import AdmissionControl, BodyMemory
 from termgen.serving.event_hub import SNAPSHOT_TIMEOUT_S, EventHub
-from termgen.serving.json_process import JSONProcess
 from termgen.serving.metrics import ServerMetrics
 from termgen.serving.request_metrics import ReportSink, RequestLog, RequestReport
+from termgen.system.helper_process import (
+    HelperClosed,
+    HelperFault,
+    HelperProcess,
+    no_process,
+    refusal,
+)
 from termgen.vocabulary.events import EventRing
 
+T = TypeVar("T")
+
 EVENT_RING_CAPACITY = 16_384
+
+PROGRAM = Path(__file__).with_name("json_program.py")
+PARSE_LIMIT_S = 20.0
+"""Limit for one body. On a free core, the slowest body within the limit on values takes a
+second."""
 
 
 class Cancellable(Protocol):
@@ -199,7 +215,7 @@ class ServerState:
         return len(self._answers)
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Whether all answers ended in time."""
+        """True if all answers ended in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()
@@ -238,3 +254,49 @@ def _report_sinks(config: ServerConfig) -> list[ReportSink]:
 def state_of(request: Request) -> ServerState:
     state: ServerState = request.app.state.server
     return state
+
+
+# -- large bodies --------------------------------------------------------------------------
+
+
+class JSONProcess:
+    """Parses large bodies, one after the other. Belongs to one event loop.
+
+    Megabytes of JSON, or tens of thousands of values to check, would block every stream of this
+    process. `json_program.py` parses and checks them instead, and answers with the request for the
+    engine, or a fault; a thread waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "termgen-json")
+        self.helper = HelperProcess(PROGRAM)
+
+    async def parse(self, parts: Sequence[bytes], take: Callable[[dict[str, Any]], T]) -> T:
+        """The result of `take` on the JSON object in these parts, computed by the process: a
+        function of a module of termgen, or a `partial` of one. Raises `RequestError`."""
+        loop = asyncio.get_running_loop()
+        if self.helper.is_closed:
+            raise _shutting_down()
+        try:
+            parsing = loop.run_in_executor(self._thread, self._parse, parts, take)
+        except RuntimeError:  # the system has no thread left
+            raise no_process("request body", "parsed") from None
+        return await parsing
+
+    def close(self) -> None:
+        """Refuse bodies that are parsed or wait, and later ones."""
+        self.helper.close()
+        self._thread.shutdown(wait=False)
+
+    def _parse(self, parts: Sequence[bytes], take: Callable[[dict[str, Any]], T]) -> T:
+        try:
+            taken: T = self.helper.ask(take, parts, limit_s=PARSE_LIMIT_S)
+        except HelperClosed:
+            raise _shutting_down() from None
+        except HelperFault as fault:
+            raise refusal(fault, "request body", "parsed") from None
+        return taken
+
+
+def _shutting_down() -> RequestError:
+    return unavailable("draining", "The server is shutting down")

@@ -64,7 +64,7 @@ def _own_code(node: ast.ClassDef) -> Iterator[str]:
 def codes_in_the_code() -> set[str]:
     """The codes given to errors, by keyword or as the first argument of their constructors."""
     codes = {"invalid_value", "method_not_allowed"}
-    makers = {"unavailable", "_refusal"}
+    makers = {"unavailable", "_forbidden", "_refusal"}
     package = PAGE.parents[1] / "termgen"
     alone = (package / "errors.py", package / "system" / "helper_process.py")
     for path in (*package.glob("api/*.py"), *package.glob("serving/*.py"), *alone):

@@ -12,7 +12,7 @@ from termgen.api.anthropic import MessageStream, message_response, parse_message
 from termgen.api.chat import ChatStream, chat_response, parse_chat
 from termgen.api.responses import ResponseStream, response_object
 from termgen.api.responses_input import parse_responses
-from termgen.api.tool_calls import new_parser
+from termgen.api.tools import new_parser
 from termgen.client import TokenDelta, merge_deltas
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.tool_format import ToolFormat

@@ -15,8 +15,8 @@ from termgen.api.tool_calls import (
     Reasoning,
     StyleParser,
     message_fields,
-    new_parser,
 )
+from termgen.api.tools import new_parser
 from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
 
 TWO_CALLS = [("f", '{"x": "a}\\"{"}'), ("g.h", '{"y": [1, {"z": null}]}')]

@@ -26,11 +26,11 @@ from server_harness import ANSWER, app_client, error_of, eventually, serving
 import termgen.api.chat as chat
 from termgen.api.fields import parse_json
 from termgen.errors import OverloadedError, RequestError
-from termgen.serving import json_process
 from termgen.serving import json_program as module
+from termgen.serving import state
 from termgen.serving.connection import Connection
-from termgen.serving.json_process import JSONProcess
 from termgen.serving.json_program import check_weight
+from termgen.serving.state import JSONProcess
 from termgen.system import helper_process
 
 json_values = st.recursive(
@@ -151,7 +151,7 @@ async def test_a_body_without_end_is_given_up(
     assert await process.parse([b'{"a":2}'], dict) == {"a": 2}
     process.helper.start().send_signal(signal.SIGSTOP)
     with monkeypatch.context() as patch:
-        patch.setattr(json_process, "LIMIT_S", 0.05)
+        patch.setattr(state, "PARSE_LIMIT_S", 0.05)
         with pytest.raises(RequestError, match="too much time to be parsed") as failed:
             await process.parse([b'{"a":3}'], dict)
     assert (failed.value.status, failed.value.code) == (413, "request_too_large")
@@ -249,13 +249,13 @@ async def test_fifty_large_bodies_at_once_while_the_process_is_killed() -> None:
 
 
 async def test_small_bodies_do_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = json_process.JSONProcess._parse
+    parse = JSONProcess._parse
 
     def slow(self: JSONProcess, parts: Sequence[bytes], take: Any) -> Any:
         time.sleep(0.3)
         return parse(self, parts, take)
 
-    monkeypatch.setattr(json_process.JSONProcess, "_parse", slow)
+    monkeypatch.setattr(JSONProcess, "_parse", slow)
     async with app_client(FakeEngine()) as client:
 
         async def ask(size: int) -> int:

@@ -19,7 +19,7 @@ from server_harness import error_of, eventually, serving
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.engine.text import text_process
-from termgen.serving import json_process
+from termgen.serving import state
 from termgen.system.helper_process import HelperProcess
 
 NUM_CALLERS = 50
@@ -91,8 +91,8 @@ async def _ask_while_killing(
         outcomes["refused" if found is None else "answered"] += 1
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (json_process, text_process):
-            patch.setattr(module, "LIMIT_S", 1.0)
+        patch.setattr(state, "PARSE_LIMIT_S", 1.0)
+        patch.setattr(text_process, "LIMIT_S", 1.0)
         callers = [asyncio.create_task(call(i)) for i in range(NUM_CALLERS)]
         for _ in range(NUM_BLOWS):
             assert await ask(SMALL) == own, "whoever needs no helper notices nothing"

@@ -35,7 +35,7 @@ OPTIONS = ("add_generation_prompt", "chat_template", "continue_final_message")
 """Keys of a chat prompt that are not variables of its template."""
 
 
-class Envelope(TypedDict, total=False):
+class RequestOptions(TypedDict, total=False):
     """Options of `prepare` beside the prompt and the parameters."""
 
     request_id: str | None
@@ -91,10 +91,10 @@ class InputProcessor:
             self._grammars.close()
 
     def process(
-        self, prompt: Prompt, params: SamplingParams, **envelope: Unpack[Envelope]
+        self, prompt: Prompt, params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> GenerationRequest:
         """The request to submit. Raises RequestError before anything is queued."""
-        request = self.prepare(prompt, params, **envelope)
+        request = self.prepare(prompt, params, **options)
         wanted = params.structured_outputs
         if wanted is None:
             return request
@@ -110,7 +110,7 @@ class InputProcessor:
         cache_salt: str | None = None,
     ) -> GenerationRequest:
         """The request without its grammar, for callers that await it with `add_grammar`."""
-        _check_envelope(request_id, priority, cache_salt)
+        _check_options(request_id, priority, cache_salt)
         if isinstance(prompt, FillPrompt):
             params = self._stop_behind_gap(params)
         if priority and not self._has_priorities:
@@ -377,7 +377,7 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def _check_envelope(request_id: str | None, priority: int, cache_salt: str | None) -> None:
+def _check_options(request_id: str | None, priority: int, cache_salt: str | None) -> None:
     if request_id is not None and not (
         isinstance(request_id, str) and 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
     ):

@@ -271,7 +271,7 @@ class TestBadWords:
             bare.process([1], SamplingParams(bad_words=("x",)))
 
 
-class TestEnvelope:
+class TestRequestOptions:
     def test_a_priority_needs_a_scheduler_that_reads_it(self) -> None:
         processor = InputProcessor(None, MAX_LEN, vocab_size=50, has_priorities=False)
         assert processor.process([1], SamplingParams(), priority=0).priority == 0
