@@ -275,7 +275,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Readiness: 503 unless a new request would be taken now, and begun without an administrator."""
+    """Readiness: 503 unless a new request would be taken and begun without an administrator."""
     state = state_of(request)
     status = state.status
     if status == "ok" and state.engine is not None and state.engine.is_paused:
