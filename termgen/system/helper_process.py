@@ -5,6 +5,9 @@ question at a time: a task and bytes go over, an object comes back, or the excep
 The program has a lower priority, so that streams go first when all cores are busy. Both sides use
 a socket, which is the program's standard input. Its output is kept and logged if it fails. Knows
 nothing of the tasks.
+
+`multiprocessing.connection` would not do: its `send_bytes` and `recv_bytes` take no timeout, so a
+program that stops within a message, or blocks on its output, would hold its caller for ever.
 """
 
 from __future__ import annotations
