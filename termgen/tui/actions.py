@@ -39,8 +39,8 @@ BOXES = (
     HelpScreen,
     SilentScreen,
 )
-"""What shows over a screen or in its place; nothing behind a box can be reached but what the app
-binds with priority."""
+"""Screens shown over or instead of another; keys of a screen behind such a box do not act, except
+the app's priority bindings."""
 
 SUBJECTS: Mapping[str, tuple[str, ...]] = {
     "Answer": (
@@ -127,7 +127,7 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
 
 
 def groups(screen: Screen[object]) -> list[Group]:
-    """What is bound on a screen, without what the app binds."""
+    """The bindings of a screen, without those of the app."""
     if isinstance(screen, ChatScreen):
         found: list[Group] = [
             (lambda: screen, ChatScreen.BINDINGS),
@@ -166,7 +166,7 @@ def commands(
 def _commands(
     groups: Iterable[Group], keymap: Keymap, run: Callable[[str, DOMNode], Awaitable[object]]
 ) -> Iterator[tuple[str, SystemCommand]]:
-    """With the names of their bindings."""
+    """The palette's commands, with the names of their bindings."""
     for node, bindings in groups:
         applied = keymap.applied(bindings)
         copies = [binding for binding in applied if binding in COPY_KEYS]

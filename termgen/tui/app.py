@@ -111,11 +111,11 @@ class PatientDriver(LinuxDriver):
     """LinuxDriver whose `write` returns at once."""
 
     has_dropped = False
-    """Whether what is on the screen is not what was drawn last."""
+    """True if frames were dropped, so that the terminal does not show what was drawn last."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether the terminal does not take what it is given."""
+        """True if the terminal does not accept output at present."""
         writer = self._writer_thread
         return writer is not None and writer._queue.qsize() >= MOST_QUEUED
 
@@ -378,7 +378,7 @@ class TermgenApp(KeyedApp):
     def exit(
         self, result: None = None, return_code: int = 0, message: RenderableType | None = None
     ) -> None:
-        """What was written and not sent is printed: it would be gone with the screen."""
+        """Print unsent text: it would be lost with the screen."""
         unsent = self._loading.unsent
         for stack in self._screen_stacks.values():
             for screen in stack:
@@ -448,11 +448,11 @@ class TermgenApp(KeyedApp):
 
     @property
     def everywhere(self) -> list[BindingType]:
-        """What is bound on every screen, with what it does here."""
+        """The bindings of every screen, with their meaning here."""
         return list(self.BINDINGS)
 
     def help_sections(self) -> list[HelpSection]:
-        """What is shown first comes first."""
+        """The help's sections, those of the shown screen first."""
         changed = self._keymap_now.changes
         # the first of nine similar keys stands for all, unless one of them was changed
         alike = () if any(key.id in changed for key in COPY_KEYS) else COPY_KEYS[1:]

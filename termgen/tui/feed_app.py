@@ -27,7 +27,7 @@ class FeedApp(TermgenApp):
 
     slash_commands = ()
     interrupt_help: str
-    """What ctrl+c does here."""
+    """Effect of ctrl+c, for the help."""
 
     def __init__(
         self, *, ui: UIConfig, start_screen: str, theme_folders: tuple[Path, ...] | None = None
@@ -57,7 +57,7 @@ class FeedApp(TermgenApp):
         ]
 
     def help_of(self, sections: Iterable[HelpSection]) -> list[HelpSection]:
-        """With what is there besides; keys that lead to a chat are left out."""
+        """The help's sections with those of all screens, without keys that lead to a chat."""
         shown: list[HelpSection] = [
             (title, [b for b in bindings if not _leads_to_chat(b)]) for title, bindings in sections
         ]

@@ -99,7 +99,7 @@ class Heir(Protocol):
 
 
 class LoadingScreen(ThemedScreen):
-    """With a prompt where a chat follows: what is typed meanwhile goes there."""
+    """The loading screen; if a chat follows, with a prompt whose text goes there."""
 
     AUTO_FOCUS = "Prompt"
 
@@ -122,7 +122,7 @@ class LoadingScreen(ThemedScreen):
         if before_chat:
             self.area = PromptArea(until="when the model is loaded", id="prompt-area")
         self.pasted: list[Attachment] = []
-        """What is too long for the prompt, to go with the next message."""
+        """Pastes too long for the prompt, to go with the next message."""
         self._heir: Heir | None = None
 
     def compose(self) -> ComposeResult:
@@ -136,7 +136,7 @@ class LoadingScreen(ThemedScreen):
 
     @property
     def unsent(self) -> list[str]:
-        """All that was typed and is in no chat yet."""
+        """Everything typed that is in no chat yet."""
         if self.area is None:
             return []
         return [*self.area.unsent, *(file.text for file in self.pasted)]

@@ -26,7 +26,7 @@ from termgen.tui.paint.sanitize import clean, clean_line
 from termgen.tui.paint.spans import Row, Span, fit, row_width, wrap
 
 Report = Callable[[str, float], None]
-"""What is being done and the share of it that is done; from any thread."""
+"""Called with the present phase and its progress, from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class ModelChoice:
     name: str
     """A name of the catalog, a hub id, a path, or a server's name for it."""
     detail: str = ""
-    """Where it comes from, or lies."""
+    """Source, or path, of the model."""
     size_bytes: int | None = None
-    """On disk, or to be fetched."""
+    """Bytes on disk, or to be fetched."""
     is_here: bool = True
-    """It need not be fetched."""
+    """True if the model is on this machine."""
     is_current: bool = False
     needs_bytes: int | None = None
     """About how much memory its weights take; None: not known."""
@@ -56,7 +56,7 @@ class Switch:
 
 
 class ModelShelf(Protocol):
-    """Where models are chosen from. Everything may raise `TermgenError`."""
+    """Source of the models to choose from. Every method may raise `TermgenError`."""
 
     async def choices(self) -> list[ModelChoice]: ...
 
@@ -125,7 +125,7 @@ def caution(choice: ModelChoice) -> str:
 
 TITLE = "models"
 AROUND_ROWS = 10
-"""What the list leaves of the screen: the filter, its message, its frame, and a margin."""
+"""Rows beside the list: the filter, its message, the frame, and a margin."""
 MAX_FILTER_CHARS = 80
 
 
@@ -146,7 +146,7 @@ class ModelScreen(ModalScreen[Switch | None]):
         self._before_switch = before_switch
         self._choices: list[ModelChoice] = []
         self._shown: list[ModelChoice] = []
-        """Those that have every word of the filter."""
+        """Choices that contain every word of the filter."""
         self._asked: ModelChoice | None = None
         """Chosen once, with something against it."""
         self._message: tuple[str, str] = ("looking for models", "muted")
@@ -220,7 +220,7 @@ class ModelScreen(ModalScreen[Switch | None]):
         models.focus()
 
     def on_key(self, event: events.Key) -> None:
-        """What is typed filters the list, which keeps the keys."""
+        """Type into the filter; the list keeps the focus."""
         words = self.query_one("#models-filter", Input)
         if event.is_printable and event.character:
             words.insert_text_at_cursor(event.character)
@@ -242,7 +242,7 @@ class ModelScreen(ModalScreen[Switch | None]):
             self._say("" if self._shown else "no model has these words; /model NAME takes any name")
 
     def _text(self, row: Row) -> Text:
-        """Without backgrounds: the marked line has one of its own."""
+        """The text without backgrounds: the marked line has a background of its own."""
         styles = [(text, self._palette.style(role)) for text, role in row]
         return Text.assemble(
             *(

@@ -1,4 +1,4 @@
-"""What stands in the engine screen's place when a chat's server shows nothing of its engine."""
+"""The screen in the engine screen's place when a chat's server shows nothing of its engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SilentScreen(ThemedScreen):
 
 
 def silent_rows(reason: str, width: int, height: int) -> list[Row]:
-    """In the middle of the screen."""
+    """The reason, in the middle of the screen."""
     room = max(1, min(MAX_WIDTH, width - 4))
     rows: list[Row] = [(("▍", "accent"), ("termgen", "accent/b")), ()]
     for text, role in ((HEADLINE, "text/b"), (clean(reason), "warn"), (ADVICE, "muted")):

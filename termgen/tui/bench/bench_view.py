@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What was asked for beside what is."""
+    """A target that was set for the load, beside the measured value."""
 
     name: str
     asked: str
@@ -68,7 +68,7 @@ class BenchView:
     subject: str
     """Server and model."""
     load: str
-    """What is asked of it."""
+    """The load, in words."""
     phase: str
     """`measuring`, `done`, ..."""
     step: str = ""

@@ -1,4 +1,4 @@
-"""What can be done with an answer: fold its thoughts, follow its links, copy and save its code."""
+"""Tools for an answer: fold its thoughts, follow its links, copy and save its code."""
 
 from __future__ import annotations
 

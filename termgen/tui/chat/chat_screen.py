@@ -59,7 +59,7 @@ class ChatScreen(ThemedScreen):
     AUTO_FOCUS = "Prompt"
     BINDINGS = [*KEYS, *TOOL_KEYS, *COMMAND_KEYS, *COPY_KEYS]
     _ended_s = float("-inf")
-    """When the last answer ended."""
+    """Time at which the last answer ended."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class ChatScreen(ThemedScreen):
 
     @property
     def is_browsing(self) -> bool:
-        """Whether single letters are commands."""
+        """True if single letters are commands."""
         return self.transcript.has_focus
 
     def begin_browsing(self) -> None:

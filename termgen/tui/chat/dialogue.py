@@ -225,7 +225,7 @@ class Dialogue:
         )
 
     def _is_nearly_full(self, turn: Turn, params: SamplingParams) -> bool:
-        """Whether the path may be too long, so that its tokens are worth counting."""
+        """True if the path may be too long, so that its tokens are worth counting."""
         before = turn.parent.stats.context_tokens if turn.parent is not None else 0
         asked = sum(len(message["content"]) for message in turn.messages())
         limit = self._settings.client.model.max_model_len
@@ -290,7 +290,7 @@ class Dialogue:
         return f"The context is full{most}."
 
     def _remedies(self) -> str:
-        """What to do about a full context, first what keeps the chat."""
+        """Remedies for a full context, first those that keep the chat."""
         fit, new = self._view.key("chat.fit"), self._view.key("chat.new")
         remedies = [f"{new} begins a new chat"]
         if self.conversation.turns and not self.conversation.fits_itself:

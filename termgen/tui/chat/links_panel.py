@@ -19,7 +19,7 @@ from termgen.tui.keys.keymap import brief_key_of
 from termgen.tui.paint.markdown import render
 
 WIDTH = 1000
-"""So that no text of a link is broken over lines."""
+"""Wide enough that no link's text is broken over lines."""
 
 
 class Link(NamedTuple):
@@ -28,7 +28,7 @@ class Link(NamedTuple):
 
 
 def links_of(source: str) -> list[Link]:
-    """In their order, each address once."""
+    """The links in their order, each address once."""
     texts: dict[str, str] = {}
     for row in render(source, WIDTH):
         for address, spans in groupby(row, lambda span: span[1].partition(" ")[2]):

@@ -205,7 +205,7 @@ class LensScreen(ModalScreen[Choice | None]):
         return self._text
 
     def click(self, x: int, y: int) -> None:
-        """To the token under the pointer."""
+        """Move to the token under the pointer."""
         view, text = self._view, self._text
         row = y - 1
         if view is None or text is None or not 0 <= row < text_height(self._canvas.size.height):

@@ -63,7 +63,7 @@ class DashboardScreen(CanvasScreen):
     BINDINGS = [*KEYS]
 
     pages: tuple[Page, ...] = PAGES
-    """With the keys of the moment."""
+    """The pages, with their present keys."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class DashboardScreen(CanvasScreen):
 
     @property
     def view(self) -> DashboardView:
-        """What is on the screen."""
+        """The figures on the screen."""
         return self._view
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class DashboardScreen(CanvasScreen):
 
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
-        """With what the keys do on this page: the footer shows those that do something."""
+        """Bindings with their meaning on this page: the footer shows those that have an effect."""
         found = super().active_bindings
         assert isinstance(self.app, KeyedApp)
         shown = footer_keys(
@@ -412,7 +412,7 @@ class DashboardScreen(CanvasScreen):
 
     @property
     def _then(self) -> DashboardView:
-        """With the counters of the marked step, when one has gone back."""
+        """The view with the counters of the marked step, if an earlier one is marked."""
         return as_of(self._view, self._back) if self._back else self._view
 
     def _paint_batch(self, width: int, height: int) -> Sequence[Row]:

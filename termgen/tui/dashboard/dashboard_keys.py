@@ -16,7 +16,7 @@ class Page(NamedTuple):
     key: str
     help: str
     on_cpu: str = ""
-    """Its name where there is no GPU, if that differs."""
+    """The page's name without a GPU, if that differs."""
 
     def title(self, *, on_cpu: bool) -> str:
         return self.on_cpu if on_cpu and self.on_cpu else self.name
@@ -253,9 +253,8 @@ _OF_REPLAYS = (
 def footer_keys(
     page: str, first_keys: Mapping[str, str], *, is_replay: bool, leaves: bool
 ) -> dict[str, tuple[str, str]]:
-    """What the footer shows on a page: by the name of a binding, the keys that stand for it and
-    its neighbours, and what they do there. `first_keys`: the keys that the actions have now.
-    `leaves`: q quits."""
+    """The footer of a page: by the name of a binding, the keys that stand for it and its
+    neighbours, and their effect there. first_keys: the actions' present keys. leaves: q quits."""
     groups = _FOOTERS[page]
     if is_replay:  # 80 columns have room for one group beside these
         groups = (*groups[:1], *_OF_REPLAYS)

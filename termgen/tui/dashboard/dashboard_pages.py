@@ -21,7 +21,7 @@ from termgen.tui.paint.spans import Row
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """All that a page is drawn from."""
+    """The data that pages are drawn from."""
 
     view: DashboardView
     lanes: RequestHistory
@@ -70,7 +70,8 @@ class Pages:
             self._num_steps = min(timeline.MAX_STEPS, max(timeline.MIN_STEPS, wanted))
 
     def move(self, name: str, *, rows: int = 0, columns: int = 0) -> bool:
-        """In the map of the blocks, or among the lines of the log. Whether the page is one."""
+        """Move the cursor in the map of blocks, or scroll the log. True if the page has one of
+        these."""
         if name == "blocks":
             self.kv_cursor.move(rows=rows, columns=columns)
         elif name == "log":

@@ -194,8 +194,8 @@ class _Stream:
         self._bytes = response.aiter_bytes()
 
     async def read(self) -> list[Message]:
-        """At least one message. Raises AttachError when the stream has ended, TelemetryError when
-        its first frame cannot be read; what comes before such a frame is returned."""
+        """Read at least one message. Raises AttachError when the stream has ended, TelemetryError
+        when its first frame cannot be read; messages before such a frame are returned."""
         if self._response is None:
             raise AttachError(f"the connection to {self._url} is lost")
         messages: list[Message] = []

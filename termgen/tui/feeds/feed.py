@@ -1,5 +1,5 @@
-"""Where a dashboard gets its events: the part of `EngineClient` it needs, and what comes on top
-when the engine is elsewhere (`attach`) or was recorded (`replay`)."""
+"""Sources of a dashboard's events: the part of `EngineClient` that it needs, and what is added when
+the engine is remote (`attach`) or recorded (`replay`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from termgen.vocabulary.telemetry import Cache, Events, Message, Opening
 
 
 class EngineFeed(Protocol):
-    """What every `EngineClient` offers too."""
+    """The methods that a dashboard needs; every `EngineClient` has them."""
 
     @property
     def model(self) -> ModelInfo: ...

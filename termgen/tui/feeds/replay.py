@@ -27,7 +27,7 @@ from termgen.vocabulary.telemetry import (
 )
 
 LOOK_BACK_NS = 150_000_000_000
-"""What is played again before the moment one turns to: more than the dashboard's series show."""
+"""Time that is replayed before the chosen moment: more than the dashboard's series show."""
 PART_EVENTS = 512
 """Played at once, so that keys are answered while minutes are played again."""
 MIN_SPEED, MAX_SPEED = 1 / 16, 16.0

@@ -1,7 +1,7 @@
-"""Which keys an action has: those of its binding, unless the setting `keys` says otherwise.
+"""Keys of actions: those of the bindings, unless the setting `keys` changes them.
 
-Reads `ID=KEY KEY` entries and finds every mistake in them before a screen opens. Knows bindings,
-but no screen: `actions` says which ones meet on a screen.
+Reads `ID=KEY KEY` entries and reports every mistake in them before a screen opens. Knows bindings,
+but no screen: `actions` says which bindings meet on a screen.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KNOWN |= set(KEY_NAME_REPLACEMENTS.values())
 
 
 class Scope(NamedTuple):
-    """What is bound at once on one screen."""
+    """Bindings that are active together on a screen."""
 
     name: str
     bindings: Sequence[BindingType]
@@ -78,7 +78,7 @@ class Keymap:
         return {b.id: key_names(b).split("  ")[0] for b in self.applied(bindings) if b.id}
 
     def for_textual(self) -> dict[str, str]:
-        """What `App.set_keymap` takes."""
+        """The argument for `App.set_keymap`."""
         return {name: ",".join(keys) for name, keys in self.changes.items()}
 
 
@@ -180,7 +180,7 @@ def key_of(node: DOMNode, name: str) -> str:
 
 
 def brief_key_of(node: DOMNode, name: str) -> str:
-    """For the edge of a box: `^r` and `⏎`, as in the footer."""
+    """A key for the edge of a box: `^r` and `⏎`, as in the footer."""
     key = key_of(node, name)
     if key == "enter":
         return "⏎"

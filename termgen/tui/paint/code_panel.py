@@ -66,7 +66,7 @@ def code_rows(node: SyntaxTreeNode, width: int, *, live: bool) -> list[Row]:
 
 
 def is_coloured_by_line(num_chars: int) -> bool:
-    """Whether a complete block of so many stays as it was while it grew."""
+    """True if a complete block of this size keeps the colours it had while it grew."""
     return COLOURED_AS_ONE < num_chars <= MAX_HIGHLIGHTED_CHARS
 
 

@@ -52,8 +52,8 @@ class AnswerWriter(Protocol):
 
 
 class PlainWriter:
-    """For pipes and files: the text as it is. For a terminal that takes only lines: without what
-    it might take for a command."""
+    """Writer for pipes and files (the text as it is), and for terminals that take only lines
+    (without control characters)."""
 
     def __init__(self, stream: TextIO, *, is_cleaned: bool = False) -> None:
         self._stream = stream
@@ -80,7 +80,7 @@ class PlainWriter:
 
 
 class MarkdownWriter:
-    """For a terminal. `close` leaves the whole answer above the cursor."""
+    """Writer for a terminal. `close` leaves the whole answer above the cursor."""
 
     def __init__(
         self,

@@ -22,20 +22,20 @@ from termgen.tui.paint.spans import Row, Span, is_simple, row_text
 _RESET = "\x1b[0m"
 _MARK = "\0"
 _LONG = 12
-"""From so many cells on, a piece of one colour is looked through for its part that changed."""
+"""Cells from which a piece of one colour is searched for its changed part."""
 
 
 class _Pen(NamedTuple):
     """Escape sequences of a role."""
 
     whole: str
-    """When nothing is set yet."""
+    """Sequence to use when no attribute is set."""
     ground: str
     """The background alone."""
     colour: str
     """The text's colour alone."""
     is_plain: bool
-    """It has no attributes but its colours."""
+    """True if the role has no attributes but colours."""
 
 
 class _Pens(dict[str, _Pen]):
@@ -85,9 +85,9 @@ class LeanStrip(Strip):
         self._inks = inks
         self._before: LeanStrip | None = None
         self._is_composed = False
-        """It was to be drawn, and has not been since: something may cover it."""
+        """True if the strip was requested and not drawn since: a widget may cover it."""
         self._is_shown = False
-        """It is what the terminal shows in its place."""
+        """True if the terminal shows this strip in its place."""
         self._is_simple: bool | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +103,7 @@ class LeanStrip(Strip):
 
     @property
     def is_simple(self) -> bool:
-        """Whether every character has one cell; other rows are sent whole."""
+        """True if every character has one cell; other rows are sent whole."""
         if self._is_simple is None:
             self._is_simple = is_simple(row_text(self._row))
         return self._is_simple
@@ -200,7 +200,7 @@ def _changes(old: Row, new: Row) -> list[Span | int]:
 
 
 def _bounds(old: str, new: str) -> tuple[int, int]:
-    """Where two texts of one length begin to differ, and where they do not any more."""
+    """Bounds of the part in which two texts of one length differ."""
     first, end = 0, len(new)
     while old[first] == new[first]:
         first += 1

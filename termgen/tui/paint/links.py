@@ -42,7 +42,8 @@ def split_links(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _without_end(address: str) -> str:
-    """Without what ends the sentence, or closes a bracket before the address."""
+    """The address without the end of its sentence, and without a closing bracket opened before
+    it."""
     while address:
         last = address[-1]
         is_open = last in _OPENING and address.count(last) > address.count(_OPENING[last])

@@ -43,7 +43,7 @@ def render(source: str, width: int) -> list[Row]:
 
 
 def code_blocks(source: str) -> list[CodeBlock]:
-    """In the order of the numbers in their headers."""
+    """Code blocks, in the order of the numbers in their headers."""
     root = SyntaxTreeNode(parser.parse(source, {}))
     return [CodeBlock(language_of(node), node.content) for node in root.walk() if is_code(node)]
 
@@ -56,23 +56,24 @@ def block_types(source: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is frozen at once: a top-level block, or one item of a top-level list."""
+    """A piece of markdown that is frozen at once: a top-level block, or one item of a top-level
+    list."""
 
     node: SyntaxTreeNode
     line: int
     gap: bool
-    """Whether a blank row goes before it (unless it is the first)."""
+    """True if a blank row precedes it (unless it is the first)."""
     lines: Sequence[str]
     """The source."""
     number: int | None = None
-    """Its number in an ordered list."""
+    """The item's number in an ordered list."""
 
 
 def units_of(
     source: str, env: dict[str, Any], *, number: int | None = None, code_blocks: int = 0
 ) -> list[Unit]:
-    """What comes before `source` has so many code blocks, and ends with a list whose next item
-    would have this number, if it is given."""
+    """The units of `source`. number: that of the next item, if the text before ends with a list.
+    code_blocks: number of code blocks before `source`."""
     lines = source.split("\n")
     units: list[Unit] = []
     root = SyntaxTreeNode(parser.parse(source, env))

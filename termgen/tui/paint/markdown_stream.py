@@ -31,17 +31,17 @@ OpenBlock = LongParagraph | OpenTable | OpenCode
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a block begins, and what comes before it."""
+    """Start of a block, and its context."""
 
     at: int = 0
     gap: bool = False
-    """Whether a blank row goes before it."""
+    """True if a blank row precedes it."""
     number: int | None = None
     """Number of the next item, within a list."""
     num_code_blocks: int = 0
 
     def lay_out(self, text: str, env: dict[str, Any], width: int) -> list[Row]:
-        """What begins here, all of it closed."""
+        """Lay out the text from here on as closed blocks."""
         blocks = self.num_code_blocks
         units = units_of(text, copy_env(env), number=self.number, code_blocks=blocks)
         return self.rows(units, width, live=False)
@@ -68,12 +68,12 @@ class StreamingMarkdown:
         self.finished = False
         self._before = before
         self._parts: list[Part] = []
-        """What is closed, up to the place where the tail begins."""
+        """Closed blocks, up to the start of the tail."""
         self._place = Place()
         self._growing: tuple[Part, Place] | None = None
         """The last part, and where it begins."""
         self._open: OpenBlock | None = None
-        """What the tail begins with."""
+        """The open block at the start of the tail."""
         self._tail: list[Row] = []
         self._seen_newline = 0
         self._env: dict[str, Any] = {}
@@ -203,7 +203,8 @@ class StreamingMarkdown:
         return self._go_on(paragraph, width)
 
     def _begin_block(self, units: list[Unit], width: int) -> bool:
-        """Where the tail is a table or a fence whose head is complete, and which goes on."""
+        """Begin an open block, if the tail is a table or a fence with a complete head that goes
+        on."""
         kind = units[0].node.type if units else None
         if kind not in (OpenTable.kind, OpenCode.kind):
             return False
@@ -227,7 +228,7 @@ class StreamingMarkdown:
         return self._go_on(block, width)
 
     def _go_on(self, block: OpenBlock, width: int) -> bool:
-        """Whether the tail still is, or begins with, what was open."""
+        """True if the tail still begins with the open block."""
         complete = self.source[: self.source.rfind("\n") + 1]
         if not block.goes_on(complete):
             self._end(block, complete, width)

@@ -44,9 +44,8 @@ _STAND_IN = "x "
 
 
 class LongParagraph:
-    """Until it is complete and rendered as a whole, a mark that is opened in what is set aside and
-    closed behind it is shown as it is written.
-    """
+    """A paragraph that grows. Until it is complete and rendered as a whole, a mark that opens in
+    the settled part and closes behind it is shown as typed."""
 
     kind = "paragraph"
 
@@ -63,7 +62,7 @@ class LongParagraph:
 
     @property
     def settled_rows(self) -> list[Row]:
-        """But for the last one, in which the rest goes on."""
+        """Rows of the settled part without the last one, in which the rest continues."""
         return self._part.rows[:-1] if self._part is not None else []
 
     @property
@@ -77,12 +76,12 @@ class LongParagraph:
         return (_STAND_IN if self._part is not None else "") + source[self.end :]
 
     def goes_on(self, source: str) -> bool:
-        """Whether these complete lines are still of this block alone."""
+        """True if these complete lines still belong to this block alone."""
         return block_types(self.rest(source)) == ["paragraph_open"]
 
     def settle(self, source: str, env: dict[str, Any], width: int) -> bool:
-        """All but its end, if that is long; `env` has the references before it. Whether anything
-        is set aside now."""
+        """Settle all but the end of a long paragraph. env: the references before it. True if some
+        text was settled."""
         part = self._part
         is_laid_out = part is None or part.width == width
         if len(source) - self.end > LONG_BLOCK and is_laid_out:
@@ -92,7 +91,7 @@ class LongParagraph:
         return self._part is not None
 
     def _cut(self, source: str) -> int | None:
-        """At a single blank within a line, which is only a blank."""
+        """Position of a single blank within a line, at which the text can be cut."""
         at = len(source) - KEPT_OPEN
         while (at := source.rfind(" ", self.end + 1, at)) > 0:
             before, after = source[at - 1], source[at + 1]
@@ -166,11 +165,11 @@ class OpenTable:
         return self._head + source[self.end :]
 
     def goes_on(self, source: str) -> bool:
-        """Whether these complete lines are of this block alone."""
+        """True if these complete lines belong to this block alone."""
         return block_types(self.rest(source)) == ["table_open"]
 
     def settle(self, source: str, env: dict[str, Any], width: int) -> None:
-        """Its lines up to a blank one; `source` has complete ones only."""
+        """Settle the lines up to a blank one. source: complete lines only."""
         lines = source[self.end :].split("\n")
         num_lines = next(i for i, line in enumerate(lines) if not line.strip())
         text = "".join(f"{line}\n" for line in lines[:num_lines])
@@ -180,8 +179,8 @@ class OpenTable:
             self._take(table_lines(node)[0][1:], len(text), width)
 
     def is_final(self, width: int) -> bool:
-        """Whether all its rows are as they stay if nothing more comes; those of a short one are
-        laid out for that."""
+        """True if all rows stay as they are when nothing more comes. Lays out the rows of a short
+        table for that."""
         if not self.is_long:
             self._fit(self._wanted, width)
         return self._columns == self._wanted and all(part.width == width for part in self.parts)
@@ -212,7 +211,7 @@ class OpenTable:
             self._fit(self._wanted, width)
 
     def _fit(self, columns: list[int], width: int) -> None:
-        """All rows of a short table, for what these columns want."""
+        """Lay out all rows of a short table for these column widths."""
         [part] = self.parts
         if columns != self._columns:
             self._columns = columns
@@ -284,7 +283,7 @@ class OpenCode:
         return self._head + source[self.end :]
 
     def goes_on(self, source: str) -> bool:
-        """Whether none of these complete lines ends it."""
+        """True if none of these complete lines closes the fence."""
         return self._num_lines(source[self.end :]) is None
 
     def _num_lines(self, text: str) -> int | None:
@@ -293,7 +292,7 @@ class OpenCode:
         return next((i for i, line in lines if self._closing.fullmatch(line)), None)
 
     def settle(self, source: str, env: dict[str, Any], width: int) -> None:
-        """Its lines; `source` has complete ones only."""
+        """Settle the lines. source: complete lines only."""
         text = source[self.end :]
         lines = text.split("\n")[:-1][: self._num_lines(text)]
         text = "".join(f"{line}\n" for line in lines)
@@ -313,7 +312,7 @@ class OpenCode:
         self.end += len(text)
 
     def is_final(self, width: int) -> bool:
-        """Whether all its rows are as they will be if nothing more comes."""
+        """True if all rows stay as they are when nothing more comes."""
         is_laid_out = all(part.width == width for part in self.parts)
         return is_laid_out and is_coloured_by_line(self._num_chars - 1)
 

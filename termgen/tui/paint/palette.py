@@ -81,7 +81,7 @@ class Glyphs:
     """A cell of several blocks, less than half of them in use."""
     kv_selected: str
     kv_evicted: str
-    """What was kept in it was just forgotten for something new."""
+    """Just evicted: its old content was dropped for new."""
     lengths: tuple[str, str, str]
     """Signs of a request's cached, prompt and output tokens."""
     is_lettered: bool

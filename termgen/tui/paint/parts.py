@@ -44,7 +44,7 @@ class Part:
         self.width = width
 
     def change(self, make: Make, num_chars: int) -> None:
-        """All its rows are others now."""
+        """Replace all rows of the part."""
         self.make, self.num_chars, self.width = make, num_chars, 0
 
     def lay_out(self, width: int) -> None:
@@ -60,7 +60,7 @@ class Part:
         return run
 
     def _put(self, make: Make, width: int, rows: Sequence[Row]) -> None:
-        """They are of no use if it has changed meanwhile."""
+        """Take rows that a job has made, unless the part has changed meanwhile."""
         if make is self.make:
             self.rows, self.width = indented(rows, self._before), width
 
@@ -79,7 +79,8 @@ def num_chars_to_do(parts: Sequence[Part], width: int) -> int:
 
 
 def lay_out(parts: Sequence[Part], width: int, at_once: int | None) -> int | None:
-    """From the last on, at most so many characters, all where None. Gives back what is left."""
+    """Lay out parts for this width, the last first, at most so many characters; None for all.
+    Returns the parts that are left."""
     for part in reversed(parts):
         if part.width != width:
             if at_once is not None:

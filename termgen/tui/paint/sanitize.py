@@ -30,7 +30,7 @@ def clean(text: str) -> str:
 
 
 def clean_line(text: str) -> str:
-    """The same, on one line."""
+    """`clean` for a text on one line."""
     return clean(text).replace("\n", " ")
 
 

@@ -28,7 +28,7 @@ def row_text(row: Sequence[Span]) -> str:
 
 
 def is_simple(text: str) -> bool:
-    """Whether every character surely has one cell; a quick test that may say no too often."""
+    """True if every character surely has one cell; a quick test that may err on the safe side."""
     return text.isascii() or _ONE_CELL.fullmatch(text) is not None
 
 
@@ -62,7 +62,8 @@ def fit(row: Sequence[Span], width: int, fill: str = "text") -> Row:
 
 
 def cut(text: str, width: int) -> str:
-    """At most `width` cells, with an ellipsis in the last one when something was cut off."""
+    """The text in at most `width` cells, with an ellipsis in the last one if something was cut
+    off."""
     if cell_len(text) <= width:
         return text
     if width <= 1:
@@ -162,7 +163,7 @@ def _wrap(spans: Sequence[Span], width: int) -> list[Row]:
 
 
 def _is_a_line(spans: Sequence[Span], width: int) -> bool:
-    """Whether it needs no wrapping."""
+    """True if the text needs no wrapping."""
     text = "".join(text for text, _ in spans)
     return "\n" not in text and text == text.rstrip() and row_width(spans) <= width
 

@@ -42,7 +42,7 @@ class Autosave:
         self._saved_s = self._clock()
 
     def streamed(self, conversation: Conversation, turn: Turn) -> None:
-        """Its text has grown."""
+        """Note that an answer's text has grown."""
         self._unsaved = conversation, turn
         if self._clock() - self._saved_s >= SAVE_EVERY_S:
             self.flush()
@@ -70,7 +70,7 @@ class Autosave:
             self.delete(conversation.session_id)
 
     def chose(self, conversation: Conversation, turn: Turn) -> None:
-        """It is on the path now, of all its siblings."""
+        """Save that a turn is now on the path instead of its siblings."""
         assert turn.parent is not None
         is_first = turn.parent is conversation.root
         parent_id = None if is_first else turn.parent.turn_id

@@ -35,7 +35,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX turns_by_session ON turns (session_id)",
     ),
 )
-"""What makes each schema version of the one before. Never change one that was released."""
+"""Steps from each schema version to the next. Never change a released one."""
 
 _WORD_TRIGGERS = {
     "turn_words_new": "AFTER INSERT ON turns BEGIN INSERT INTO turn_words"
@@ -58,7 +58,8 @@ KEPT_DELETED_S = 86_400.0
 MAX_LISTED = 500
 EXCERPT_BEFORE, EXCERPT_CHARS = 24, 160
 FIRST_UNSPACED = "\u2e80"
-"""From here on, scripts that put no blanks between words: FTS5 would not find parts of a line."""
+"""First character of scripts without blanks between words, in which FTS5 finds no parts of a
+line."""
 _BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -70,11 +71,11 @@ class SessionSummary:
     model_id: str
     num_turns: int
     excerpt: str = ""
-    """Where what was searched for is said."""
+    """A piece of the text around the first word that was searched for."""
 
 
 def is_broken(error: sqlite3.Error) -> bool:
-    """Whether the file is beyond use, and not just locked, full or forbidden."""
+    """True if the file is damaged, and not just locked, full or forbidden."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in _BROKEN
 
 
@@ -103,7 +104,8 @@ class ChatDatabase:
         migrations: Sequence[Sequence[str]] = MIGRATIONS,
         use_fts: bool = True,
     ) -> None:
-        """Without a path, in memory. Raises `ChatStoreError`, `OSError` or `sqlite3.Error`."""
+        """path: None keeps the chats in memory. Raises `ChatStoreError`, `OSError` or
+        `sqlite3.Error`."""
         self._migrations = migrations
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +221,7 @@ class ChatDatabase:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing."""
+        """Run the block as one transaction."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -230,7 +232,8 @@ class ChatDatabase:
             raise
 
     def save_session(self, session: SessionRecord) -> None:
-        """Its title is set once and then only by `rename`. One that was deleted is there again."""
+        """Save a chat. The title is set once; only `rename` changes it. A deleted chat is
+        restored."""
         self._put(
             "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, NULL)"
             " ON CONFLICT (session_id) DO UPDATE SET deleted_s = NULL,"
@@ -289,7 +292,7 @@ class ChatDatabase:
         self._put("UPDATE sessions SET title = ? WHERE session_id = ?", title, session_id)
 
     def delete(self, session_id: str) -> None:
-        """For a day it can be had back by `restore`."""
+        """Delete a chat; `restore` can bring it back for a day."""
         self._put("UPDATE sessions SET deleted_s = ? WHERE session_id = ?", time.time(), session_id)
 
     def restore(self, session_id: str) -> None:

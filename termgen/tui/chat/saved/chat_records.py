@@ -26,7 +26,7 @@ from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 _DETAILS = re.compile(r"<(?=/?details\b)", re.IGNORECASE)
-"""What would end the fold, or begin another."""
+"""Tags that would end the fold, or begin another."""
 FORMAT = "termgen-chat"
 VERSION = 1
 PARAM_NAMES = (
@@ -47,7 +47,7 @@ SET_BY_HAND = "set"
 """Key in `SessionRecord.params`: names of the parameters that the user set."""
 
 LEFT_OUT = "left_out_turns"
-"""Beside them, where a chat goes on without its oldest turns: how many are not sent any more."""
+"""Key in `SessionRecord.params`: the number of oldest turns that are not sent any more."""
 
 R = TypeVar("R", "SessionRecord", "TurnRecord")
 
@@ -195,7 +195,7 @@ def _is_above(turn: Turn, other: Turn | None) -> bool:
 
 
 def _readable_turn(record: TurnRecord, where: str) -> Turn:
-    """Its file may have been written by hand, by a later version, or by a failing disk."""
+    """A turn from a record that a person, a later version or a failing disk may have written."""
     try:
         return _turn_of(record)
     except (ValueError, TypeError, OverflowError) as error:
@@ -288,7 +288,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "figures": (dict,),
     "is_chosen": (bool,),
 }
-"""What a field of an export may be; text if it is not listed."""
+"""Type of each field of an export; fields that are not listed are text."""
 
 
 def record_of(record_class: type[R], given: Any, where: str) -> R:

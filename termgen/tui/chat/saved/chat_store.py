@@ -38,7 +38,7 @@ OFF = "off"
 
 
 def store_path(setting: str | None) -> Path | None:
-    """Where the chats are kept, None for nowhere."""
+    """Path of the chats' file; None for nowhere."""
     if setting == OFF:
         return None
     if setting:
@@ -61,7 +61,7 @@ class Resume:
 def chats_to_begin_with(
     setting: str | None, session: str | None, given: Mapping[str, Any]
 ) -> tuple[ChatStore, Resume | None]:
-    """For the command line: `session` as `find_session` takes it, None for a new chat."""
+    """The chats for a command line. session: as for `find_session`; None for a new chat."""
     path = store_path(setting)
     resume = Resume(find_session(path, session), given) if session is not None else None
     return ChatStore(path), resume
@@ -113,7 +113,8 @@ class ChatStore:
     def __init__(
         self, path: Path | None = None, *, busy_s: float = BUSY_S, retry_s: float = RETRY_S
     ) -> None:
-        """Without a path, chats live as long as the program. Nothing is opened before `start`."""
+        """path: None keeps the chats for as long as the program runs. Nothing is opened before
+        `start`."""
         self.path = path
         self._busy_s = busy_s
         self._retry_s = retry_s

@@ -35,9 +35,9 @@ class Branch:
     kept_ids: tuple[int, ...]
     """The beginning of the answer."""
     token_id: int
-    """What is put behind it."""
+    """The token to put at the branch."""
     is_partial: bool
-    """With it, the text ends inside a character."""
+    """True if the text with this token ends inside a character."""
     is_whole: bool
     """The answer begins where the model began, before its thoughts."""
 
@@ -45,7 +45,8 @@ class Branch:
 def branch_at(
     scores: TokenScores, index: int, token_id: int, data: bytes, *, whole: bool
 ) -> Branch:
-    """In place of the answer's token at `index`, this one with these bytes."""
+    """The branch that has this token, with these bytes, in place of the answer's token at
+    `index`."""
     at = scores.start + index
     return Branch(
         prompt_ids=tuple(scores.ids[: scores.start]),
@@ -59,7 +60,8 @@ def branch_at(
 async def read_branch(
     client: EngineClient, branch: Branch, params: SamplingParams, *, request_id: str
 ) -> AsyncGenerator[AnswerNews, None]:
-    """What is kept comes first, as news of no token. Closing it aborts the request."""
+    """Stream the branch: first the kept text, as news without a token, then the answer. Closing it
+    aborts the request."""
     params = replace(params, structured_outputs=None)  # its grammar would begin anew
     reader: Reader = PlainReader()
     if branch.is_whole:
@@ -85,8 +87,8 @@ async def read_branch(
 
 
 async def _ends(client: EngineClient, branch: Branch, params: SamplingParams) -> bool:
-    """Whether the token ends an answer: only the engine knows, so it is made to draw it. A stop
-    string in it does not: it was chosen."""
+    """True if the token ends an answer. Only the engine knows, so the engine is made to draw it. A
+    stop string in it does not end the answer: the user has chosen it."""
     params = replace(
         params,
         allowed_token_ids=(branch.token_id,),

@@ -31,7 +31,7 @@ def parse_form(command: str, argument: str) -> StructuredOutputsParams:
 
 
 def form_words(form: StructuredOutputsParams) -> str:
-    """What was asked for, in a word or two."""
+    """The form in a word or two."""
     if form.choice is not None:
         return f"one of {len(form.choice)}"
     return {"json": "JSON schema", "json_object": "JSON"}.get(form.kind, form.kind)
@@ -54,12 +54,12 @@ def as_markdown(form: StructuredOutputsParams | None, answer: str) -> str:
 
 
 def json_opening(form: StructuredOutputsParams | None) -> str:
-    """What stands before an answer that is still being written."""
+    """The opening of the fence before a JSON answer that is still streaming."""
     return "```json\n" if form is not None and form.kind in ("json", "json_object") else ""
 
 
 def _json(answer: str) -> str | None:
-    """The same with indents, None if it is not complete."""
+    """The JSON text with indents; None if it is not complete."""
     try:
         return json.dumps(json.loads(answer), indent=2, ensure_ascii=False)
     except (ValueError, RecursionError):

@@ -26,7 +26,7 @@ MAX_IDS = 250_000
 class WrittenTokens:
     prompt_ids: Sequence[int]
     answer_ids: list[int] = field(default_factory=list)
-    """All that the model wrote, thoughts and the token that ended it included."""
+    """Every token that the model wrote, thoughts and the final token included."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.answer_ids)

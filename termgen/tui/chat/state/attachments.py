@@ -93,7 +93,7 @@ def pasted_file(text: str, taken: Iterable[str]) -> Attachment:
 
 
 def check(attachments: Sequence[Attachment]) -> None:
-    """That they may go with one question together."""
+    """Check that the files may go with one question together. Raises RequestError."""
     if len(attachments) > MAX_FILES:
         raise _fault(f"{len(attachments)} files; at most {MAX_FILES} go with a question")
     total = sum(attachment.num_bytes for attachment in attachments)
@@ -109,10 +109,8 @@ def merged(attachments: Iterable[Attachment]) -> tuple[Attachment, ...]:
 
 
 def with_files(question: str, attachments: Sequence[Attachment]) -> str:
-    """What the model is given: each file as a fenced block below its name, then the question.
-
-    Files come first, so that another question on the same files finds them in the prefix cache.
-    """
+    """The text for the model: each file as a fenced block below its name, then the question. Files
+    come first, so that another question on the same files finds them in the prefix cache."""
     return "\n\n".join([*map(with_name, attachments), question])
 
 
@@ -181,7 +179,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def completions(partial: str, files: Sequence[str]) -> list[str]:
-    """What a partial path may become: below the working folder by any part, elsewhere by folder."""
+    """Completions of a partial path: below the working folder by any part, elsewhere by folder."""
     if partial.startswith(("/", "~", "..")):
         return _in_folder(partial)
     wanted = partial.lower()

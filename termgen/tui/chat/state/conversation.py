@@ -25,7 +25,7 @@ from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 CHAT_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
-"""For models that come without sampling defaults of their own."""
+"""Defaults for models without sampling defaults of their own."""
 RATE_WINDOW_S = 2.0
 MAX_TITLE_CHARS = 80
 
@@ -78,7 +78,7 @@ class AnswerStats:
 
     @property
     def seconds_of_output(self) -> float:
-        """From the first token to the latest."""
+        """Seconds from the first token to the latest."""
         return self.ended_s - self._first_s if self.output_tokens else 0.0
 
     def live_rate(self, now_s: float) -> float | None:
@@ -127,7 +127,7 @@ class Turn:
 
     @property
     def is_edited(self) -> bool:
-        """Whether it asks something else than the first of its siblings."""
+        """True if the question differs from that of the first sibling."""
         return self.question != self.siblings[0].question
 
     @property
@@ -150,7 +150,7 @@ class Turn:
         self.thought.is_over = True
 
     def messages(self) -> list[dict[str, str]]:
-        """What the model is given of it. What becomes of its thoughts, its template decides."""
+        """The turn's messages for the model. The template decides whether thoughts are kept."""
         given = [{"role": "user", "content": with_files(self.question, self.attachments)}]
         if self.answer:
             given.append({"role": "assistant", "content": self.answer})
@@ -168,7 +168,7 @@ class Conversation:
         self.title = ""
         """Taken from the first question until the chat is renamed."""
         self.fits_itself = False
-        """When the context is full, the oldest turns of the path are not sent any more."""
+        """True: the oldest turns are not sent any more when the context is full."""
         self.num_left_out = 0
         """How many of them are not, as of now."""
         self.root = Turn("", state=AnswerState.DONE)
@@ -222,8 +222,8 @@ class Conversation:
             self.title = ""
 
     def prompt(self, num_left_out: int | None = None) -> ChatPrompt:
-        """What is sent of the path; its last turn is the one to answer. `num_left_out`: as if so
-        many of the oldest turns were left out."""
+        """The prompt for the path, whose last turn is to be answered. num_left_out: number of
+        oldest turns to leave out instead of the present one."""
         return ChatPrompt(self._messages(self.turns, num_left_out))
 
     def prompt_with_answer(self, turn: Turn) -> ChatPrompt:
@@ -274,7 +274,7 @@ class Conversation:
 
 
 def title_of(question: str) -> str:
-    """Its first line that is not blank."""
+    """The first line that is not blank, as a title."""
     first = next((line for line in question.splitlines() if line.strip()), "")
     return " ".join(first.split())[:MAX_TITLE_CHARS]
 

@@ -32,7 +32,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 
 
 def field_text(params: SamplingParams, name: str) -> str:
-    """What a field shows for a value; empty for none."""
+    """The text of a value in its field; empty for none."""
     value = getattr(params, name)
     if name == "stop":
         return ",".join(_escaped(text) for text in value)
@@ -65,7 +65,7 @@ def read_fields(
 
 
 def changes(params: SamplingParams, defaults: SamplingParams) -> list[str]:
-    """What was set to something else than the default: `T 0.2`, `seed 7`."""
+    """The parameters that differ from the defaults: `T 0.2`, `seed 7`."""
     changed = [name for name in FIELDS if getattr(params, name) != getattr(defaults, name)]
     return [f"{'T' if name == 'temperature' else name} {_shown(params, name)}" for name in changed]
 

@@ -24,12 +24,12 @@ NUM_LAST_TOKENS = 8
 """The end of a prompt that is looked at: enough for `OPEN` and white space behind it."""
 
 Pieces = tuple[str, str]
-"""What is thought and what is answer of a piece of text."""
+"""A piece of text, divided into thoughts and answer."""
 
 
 @dataclass(slots=True)
 class Thought:
-    """What a model thought before one answer."""
+    """The model's thoughts before one answer."""
 
     text: str = ""
     num_tokens: int = 0
@@ -91,7 +91,7 @@ def reading_params(client: EngineClient, params: SamplingParams) -> SamplingPara
 async def open_reader(
     client: EngineClient, params: SamplingParams, prompt_ids: Sequence[int]
 ) -> Reader:
-    """For an answer from its beginning."""
+    """A reader for an answer from its beginning."""
     if params.structured_outputs is not None:
         return PlainReader()
     declared = client.model.tool_format.new_parser
@@ -111,7 +111,7 @@ async def _opens_a_thought(client: EngineClient, prompt_ids: Sequence[int]) -> b
 
 
 class PlainReader:
-    """All of it is answer."""
+    """A reader for models without thoughts: all text is answer."""
 
     def feed(self, text: str) -> Pieces:
         return "", text

@@ -67,7 +67,7 @@ class TokenScores:
         for entry in entries:
             self._bytes.update((token_id, data) for token_id, _, data, _ in entry.top)
         self.pieces = _pieces([entry.token_bytes for entry in entries])
-        """What each token shows; a character in parts is shown by the last of them."""
+        """The text shown for each token; a character split over tokens is shown by its last one."""
 
     def __len__(self) -> int:
         return len(self._logprobs)

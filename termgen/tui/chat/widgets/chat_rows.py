@@ -43,7 +43,7 @@ class ChatStatus:
     temperature: float
     now_s: float
     changes: tuple[str, ...] = ()
-    """What the user set for sampling and the form of answers: `top_p 0.5`, `JSON schema`."""
+    """The user's sampling settings and form of answers: `top_p 0.5`, `JSON schema`."""
     behind: bool = False
     """The user has scrolled up and the tail is out of sight."""
 

@@ -51,10 +51,8 @@ class EntryClicked(Message):
 
 @dataclass
 class SessionWish(Message):
-    """What the user wants of the list of chats.
-
-    One of open, rename, name (with its `title`), delete, undo, search.
-    """
+    """An action of the user in the list of chats: one of open, rename, name (with its `title`),
+    delete, undo, search."""
 
     what: str
     session: SessionSummary | None

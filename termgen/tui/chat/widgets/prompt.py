@@ -131,7 +131,7 @@ class Prompt(SafeTextArea):
 
     @property
     def at_first_line(self) -> bool:
-        """Whether the cursor is on the first row as wrapped on the screen."""
+        """True if the cursor is on the first row as wrapped on the screen."""
         return self.navigator.is_first_wrapped_line(self.cursor_location)
 
     @property

@@ -220,7 +220,7 @@ def _sign(kind: str, glyphs: Glyphs) -> str:
 
 
 def _memory_bar(parts: dict[str, int], total: int, width: int, glyphs: Glyphs) -> Row:
-    """All parts side by side; the free part comes last and absorbs rounding."""
+    """The parts of memory side by side; the free part comes last and absorbs rounding."""
     spans: list[Span] = []
     used, so_far = 0, 0
     for kind, nbytes in parts.items():

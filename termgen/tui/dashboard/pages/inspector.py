@@ -108,7 +108,7 @@ def _queue_words(history: History) -> str:
 
 
 def _scheduled_ns(history: History) -> int:
-    """When the request got a slot, at the latest with its first token. 0: not yet."""
+    """Time at which the request got a slot, at the latest that of its first token; 0 before."""
     return history.scheduled_ns or history.first_token_ns
 
 
@@ -187,7 +187,7 @@ def _paint(line: list[Span], first: int, last: int, sign: Span) -> None:
 
 
 def _latency_rows(history: History, now_ns: int, width: int) -> list[Row]:
-    """Where the request's time went, as shares of the whole."""
+    """The phases of the request's time, as shares of the whole."""
     if history.queued_ns <= KNOWN_NS:
         return []
     end = history.finished_ns or now_ns

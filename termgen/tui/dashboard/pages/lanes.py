@@ -30,7 +30,8 @@ def batch_page(
     cursor: int | None = None,
     selected: str | None = None,
 ) -> list[Row]:
-    """All panels show the same steps; the last one is marked unless `cursor` selects another."""
+    """The panels of the batch page, all of the same steps; the last step is marked unless `cursor`
+    selects another."""
     edge = 2 if boxed else 1
     waiting = [row for row in view.requests if row.state in ("waiting", "preempted")]
     budget = min(height, 1 + edge)
@@ -109,7 +110,7 @@ def lanes_panel(
 
 
 def _was_there(history: History, first_id: int, last_id: int) -> bool:
-    """Whether the request had a slot in one of these steps."""
+    """True if the request had a slot in one of these steps."""
     starts, kinds = history.run_starts, history.run_kinds
     if not starts or (kinds[-1] is Doing.OVER and starts[-1] <= first_id):
         return False

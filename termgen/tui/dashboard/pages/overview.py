@@ -41,7 +41,7 @@ class LiveState:
     back: int = 0
     """Steps behind the newest, when paused."""
     trouble: str = "engine stopped"
-    """What is wrong when the engine is not healthy."""
+    """The fault, when the engine is not healthy."""
     replay: str = ""
     """The recording's position and speed; empty when this is a live view."""
 
@@ -206,7 +206,7 @@ def _standing(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
 
 
 def host_lines(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
-    """For an engine on a CPU: the cores it keeps busy, and the memory of its process."""
+    """Lines for an engine on a CPU: the cores it keeps busy, and the memory of its process."""
     if not view.host:
         return []
     now = view.host[-1]

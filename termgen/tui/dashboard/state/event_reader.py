@@ -37,11 +37,11 @@ class EventReader:
         self._asked_ns = 0
         self._was_idle = False
         self._tap = LogTap() if self._stream is None else None
-        """What an engine elsewhere logs is not in this process."""
+        """Lines of this process's log; None for a remote engine, whose log is elsewhere."""
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the engine; empty while it is healthy."""
+        """The engine's fault; empty while it is healthy."""
         if self._client.is_healthy:
             return ""
         return (self._stream.trouble if self._stream else "") or "engine stopped"
@@ -87,7 +87,7 @@ class EventReader:
         return bool(events or lines)
 
     def _new_store(self) -> DashboardStore:
-        """It knows of the requests that were there before the events that follow."""
+        """A new store that knows the requests which began before the events."""
         model = self._client.model
         store = DashboardStore(
             started_ns=self._now_ns(), on_cpu=model.device == "cpu", num_cores=model.num_cores
@@ -97,7 +97,7 @@ class EventReader:
         return store
 
     def should_ask(self, came: bool) -> bool:
-        """Whether a snapshot can tell something new: an idle engine is seldom asked."""
+        """True if a snapshot can have news: an idle engine is rarely asked."""
         waited_s = (self._now_ns() - self._asked_ns) / 1e9
         return came or not self._was_idle or waited_s > IDLE_SNAPSHOT_S
 

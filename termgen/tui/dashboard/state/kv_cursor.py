@@ -1,4 +1,4 @@
-"""Where one looks in the map of KV blocks: cursor, zoom, and what is in view. No Textual."""
+"""Position in the map of KV blocks: cursor, zoom, and the blocks in view. No Textual."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class KvCursor:
 
     @property
     def end(self) -> int:
-        """Behind the last block in view."""
+        """The block after the last one in view."""
         return min(self.num_blocks, self.first + self.width * self.rows * self.per_cell)
 
     @property

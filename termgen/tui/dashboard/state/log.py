@@ -40,7 +40,7 @@ class Line(NamedTuple):
     level: Level
     text: str
     number: int = 0
-    """Its place in the book."""
+    """Position in the book."""
 
 
 _number = attrgetter("number")
@@ -57,7 +57,7 @@ class LogBook:
         self._corrupted: int | None = None
         self._reason = ""
         self._asked: tuple[Level, str, int] | None = None
-        """What was looked for last, in how many lines; it is asked for in every frame."""
+        """The last search, and the number of lines searched; every frame asks for it."""
         self._found: list[Line] = []
 
     def add(self, line: Line) -> None:
@@ -131,8 +131,8 @@ class LogBook:
 
 
 class LogScroll:
-    """Which of the lines that pass are in view: the newest, or those one has scrolled to, which
-    stay in view while others come."""
+    """Scroll position among the lines that pass the filter: at the newest, or at fixed lines, which
+    stay in view while others arrive."""
 
     def __init__(self) -> None:
         self._last: int | None = None

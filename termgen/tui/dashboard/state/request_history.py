@@ -1,10 +1,8 @@
-"""What each request did step by step, put together from the events.
+"""Activity of each request, step by step, collected from the events.
 
-Read by the batch page and the inspector.
-
-A lane is kept as runs: a step id and what the request does from there on. Which requests have part
-of a prompt in a step comes with the step; a request past its prompt decodes in every step until it
-ends or is preempted. Fed by the store. No Textual.
+The batch page and the inspector read it. A lane is kept as runs: a step id, and what the request
+does from that step on. A step record lists the requests that have part of a prompt in it; a request
+past its prompt decodes in every step until it ends or is preempted. Fed by the store. No Textual.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class History:
-    """All that the events told of one request."""
+    """The events of one request."""
 
     request_id: str
     queued_ns: int = 0
@@ -66,12 +64,12 @@ class History:
     run_kinds: list[Doing] = field(default_factory=list)
 
     def doing(self, step_id: int) -> Doing:
-        """What it does in a step."""
+        """The request's activity in a step."""
         index = bisect_right(self.run_starts, step_id) - 1
         return self.run_kinds[index] if index >= 0 else Doing.OVER
 
     def lane(self, step_ids: Sequence[int]) -> Iterator[tuple[Doing, int]]:
-        """What it does in these steps, which are in order, with how many steps each turn lasts."""
+        """The request's activity in these steps, which are in order, as runs with their lengths."""
         starts, at = self.run_starts, 0
         run = bisect_right(starts, step_ids[0]) - 1 if step_ids else 0
         while at < len(step_ids):
@@ -94,7 +92,7 @@ class History:
         return self.run_kinds[-1] if self.run_kinds else Doing.WAITING
 
     def turn(self, step_id: int, doing: Doing) -> None:
-        """From this step on it does something else."""
+        """Change the activity from this step on."""
         if self.run_kinds and self.run_kinds[-1] is doing:
             return
         if self.run_starts and self.run_starts[-1] >= step_id:
@@ -211,7 +209,7 @@ class RequestHistory:
 
 
 def token_times(history: History, steps: Sequence[StepRecord]) -> list[int]:
-    """When its tokens came: the first, then one with each decode of the steps that are kept."""
+    """Times of the tokens: the first, then one for each decode in the kept steps."""
     times = [history.first_token_ns] if history.first_token_ns > 1 else []
     for first, end in history.spans(Doing.DECODE, steps[0].step_id if steps else 0):
         begin = bisect_left(steps, first, key=_step_id)

@@ -146,8 +146,8 @@ class StepFigures:
         last: npt.NDArray[np.int64],
         known: npt.NDArray[np.bool_],
     ) -> None:
-        """What differs from the step before: a row that decodes had its last token from that one,
-        and the prefix cache counts since the start."""
+        """Add figures that are differences to the step before: decode rows had their last token
+        from it, and the prefix cache counts since the start."""
         before = facts[:1] if self._last is None else self._last[None]
         change = np.diff(facts, axis=0, prepend=before)
         landed = np.where(facts[:, 5] > 0, facts[:, 5], facts[:, 6])
@@ -176,7 +176,8 @@ class StepFigures:
         self._series[KV_SHARE, slots] = used / total
 
     def add_waits(self, row: int, waits: Sequence[tuple[int, float]]) -> None:
-        """When requests had their first token or their place, and how many ms that took them."""
+        """Add waits that ended: the times of first tokens or of admissions, and the milliseconds
+        waited."""
         at_ns = np.array([time_ns for time_ns, _ in waits], np.int64)
         took_ms = np.array([ms for _, ms in waits])
         self.waits[row].add(at_ns, took_ms)
@@ -239,7 +240,7 @@ class TimeSpread:
     them, at the cost of an array."""
 
     LEAST_MS, GROWTH, NUM_BINS = 1e-3, 1.02, 1050
-    """From a microsecond to a quarter of an hour."""
+    """Bins from a microsecond to a quarter of an hour."""
     QS = 50, 95, 99
 
     def __init__(self, kept_s: int) -> None:

@@ -60,7 +60,7 @@ class SizeFigures:
 
 @dataclass(frozen=True, slots=True)
 class GraphFigures:
-    """What happened so far; the tuples have the most frequent first."""
+    """Counts so far; the tuples have the most frequent first."""
 
     num_steps: int = 0
     modes: tuple[tuple[str, int], ...] = ()
@@ -136,7 +136,7 @@ _MODE = attrgetter("graph_mode")
 
 
 class HostReading(NamedTuple):
-    """What the engine's process takes of its machine."""
+    """Resources that the engine's process uses."""
 
     cores: float
     """Cores that it kept busy since the reading before."""
@@ -161,7 +161,7 @@ class RequestRow(NamedTuple):
     preemptions: int
     finished: bool = False
     params: str = ""
-    """Its sampling parameters, where they are known."""
+    """Sampling parameters, where they are known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,10 +175,10 @@ class DashboardView:
     series: Series
     step: Spread
     gap: Spread
-    """Between two tokens of a request."""
+    """Time between two tokens of a request."""
     ttft: Spread
     queue: Spread
-    """From its arrival until a request had its place."""
+    """Time from a request's arrival until it had a slot."""
     num_running: int
     num_waiting: int
     num_finished: int
@@ -222,7 +222,7 @@ class DashboardView:
 
     @property
     def has_run(self) -> bool:
-        """Whether the engine has computed anything, seen here or before anybody listened."""
+        """True if the engine has computed anything, also before the dashboard was opened."""
         snapshot = self.snapshot
         seen_before = snapshot is not None and (snapshot.step or snapshot.generation_tokens)
         return bool(self.steps or seen_before)
@@ -234,7 +234,7 @@ class DashboardView:
 
 @dataclass(slots=True)
 class _Track:
-    """What is known of one live request from its events."""
+    """Facts about one live request, collected from its events."""
 
     queued_ns: int | None
     """None: it was there before anybody listened."""
@@ -252,12 +252,12 @@ class DashboardStore:
         self.num_cores = num_cores
         self._host: deque[HostReading] = deque(maxlen=KEPT_S)
         self._host_read: tuple[int, float] | None = None
-        """When processor time was last read, and how much it was."""
+        """(time, processor time) of the last reading."""
         self.num_dropped = 0
         self._steps: deque[StepRecord] = deque(maxlen=STEP_HISTORY)
         self._figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_s=KEPT_S)
         self._waits: dict[int, list[tuple[int, float]]] = {TTFT_MS: [], QUEUE_MS: []}
-        """What the events of a frame tell of them."""
+        """Waits that ended in the events of this frame."""
         self._live: OrderedDict[str, _Track] = OrderedDict()
         self._finished: deque[tuple[int, RequestRow]] = deque(maxlen=FINISHED_KEPT)
         self._num_preempted: dict[str, int] = {}
@@ -265,7 +265,7 @@ class DashboardStore:
         self._num_finished = 0
         self._graphs = GraphStats()
         self.history = RequestHistory()
-        """What each request did, for any step that is kept."""
+        """Activity of each request in the kept steps."""
         self.log = LogBook()
         self._snapshot: EngineSnapshot | None = None
 
@@ -460,7 +460,7 @@ def _with_counters(view: DashboardView, source: StepRecord | EngineSnapshot) -> 
 
 
 def as_of(view: DashboardView, back: int) -> DashboardView:
-    """With the counters of an earlier step."""
+    """The figures with the counters of an earlier step."""
     return _with_counters(view, view.steps[-1 - min(back, len(view.steps) - 1)])
 
 
