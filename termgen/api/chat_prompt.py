@@ -250,7 +250,9 @@ def parse_prompt(
 
 
 def _template_kwargs(value: dict[str, Any] | None) -> dict[str, Any]:
-    kwargs = dict(value or {})
+    if not value:
+        return {}
+    kwargs = dict(value)
     for name in kwargs:
         if name in RESERVED_TEMPLATE_KWARGS:
             raise RequestError(
