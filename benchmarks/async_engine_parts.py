@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from termgen.config import EngineConfig
-from termgen.engine.loop.core import EngineCore, RunAhead
+from termgen.engine.loop.control import RunAhead
+from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.startup import build_engine
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.request import GenerationRequest

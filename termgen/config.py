@@ -231,9 +231,9 @@ class EngineConfig:
     )
     run_ahead_ms: float = setting(
         20.0,
-        "with async scheduling: milliseconds of steps queued on the device while no request waits "
-        "or joins the batch, so that a pause of this process does not idle the device; a new "
-        "request may wait so long. 0: never more than two steps",
+        "with async scheduling: longest pause of this process, in milliseconds, that steps queued "
+        "on the device cover. As many are queued as the pauses of the last seconds need, two while "
+        "there are none; a new request waits for them. 0: never more than two",
         minimum=0.0,
         maximum=1000.0,
     )

@@ -83,6 +83,8 @@ class StepRecord(NamedTuple):
     """On a CPU, the model's time in the step."""
     sample_us: float = 0.0
     """On a CPU, the time after the model: logits, sampling, and waiting for masks."""
+    covered_us: float = 0.0
+    """Longest recent pause of the host, which more than two steps in flight cover; 0: none."""
 
     @property
     def launched_ns(self) -> int:

@@ -44,7 +44,7 @@ class ModelInfo:
     max_num_seqs: int = 0
     """Completions that may run at once; 0: unknown (a remote server)."""
     run_ahead_ms: float = 0.0
-    """Most work queued on the device while no request waits; 0: steps do not run ahead that far."""
+    """Longest pause of the process that queued steps may cover; 0: never more than two steps."""
     untold_params: tuple[str, ...] = ()
     """Sampling parameters that a remote server does not support."""
     num_threads: int = 0

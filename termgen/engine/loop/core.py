@@ -7,7 +7,6 @@ append to the inbox. Output goes through `on_delivery` and the event bus.
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from termgen.engine.loop.control import EngineControl, end_failed, finish_all
+from termgen.engine.loop.control import EngineControl, RunAhead, end_failed, finish_all
 from termgen.engine.loop.event_publisher import EventPublisher, StepTimes
 from termgen.engine.loop.executor import Executor, StepHandle
 from termgen.engine.loop.snapshot import StateCopy, copy_state
@@ -29,14 +28,12 @@ from termgen.errors import EngineError, RequestError, StepError, TermgenError
 from termgen.vocabulary.events import EventBus, StepRecord
 from termgen.vocabulary.request import FinishReason, GenerationRequest, Request
 from termgen.vocabulary.step import (
-    MAX_STEPS_IN_FLIGHT,
     FinishedRow,
     PromptLogprobs,
     StartedRow,
     StepDelivery,
     StepLogprobs,
     StepPlan,
-    StepResult,
 )
 from termgen.vocabulary.token_mask import RowMasks
 
@@ -214,7 +211,7 @@ class EngineCore:
         submitted_ns = time.perf_counter_ns()
         handle = self.executor.submit(plan)
         launched_ns = time.perf_counter_ns()
-        self.run_ahead.planned(plan)
+        self.run_ahead.launched(plan, launched_ns, len(self._in_flight))
         prefills = self._publisher.prefills(plan)
         times = StepTimes(planned_ns, submitted_ns, launched_ns, len(self._in_flight), prefills)
         self._in_flight.append(_InFlight(plan, handle, times, plan.constrained is not None))
@@ -247,6 +244,7 @@ class EngineCore:
         times.landed_ns = result.seen_ns or time.perf_counter_ns()
         times.host_ns = self._host_ns + times.waited_ns - self._turn_ns
         times.busy_since_ns = self._busy_since_ns
+        times.covered_ns = self.run_ahead.covered_ns
         self._turn_ns = times.landed_ns
         if step.plan.is_decode:
             self._step_ns = result.ended_ns - result.started_ns
@@ -448,61 +446,3 @@ class Call:
 
 
 InboxItem = Submit | Abort | Call
-
-
-# Number of steps in flight: two, or more while no request waits or joins the batch.
-#
-# While another thread holds the GIL, such as a screen that draws, the engine thread stalls, but
-# steps queued on the device run. On the other hand a new request waits for every queued step, and a
-# stop token makes the steps after it useless. So the queue grows by one step at a time while only
-# decodes run, up to about `run_ahead_ms` of work, and shrinks at once when a request waits. Used by
-# the core, on the engine thread; knows plans and times, but no clock.
-
-NEWEST_WEIGHT = 0.25
-"""Weight of the newest step in the mean step time."""
-
-
-class RunAhead:
-    """The currently allowed number of steps in flight."""
-
-    def __init__(self, base: int, run_ahead_ms: float) -> None:
-        """base: depth when not running ahead; with 1 (synchronous) it never runs ahead."""
-        self._base = base
-        self._run_ahead_ns = run_ahead_ms * 1e6 if base > 1 else 0.0
-        self._depth = base
-        self._is_steady = False
-        self._step_ns = 0.0
-        self._last_ended_ns = 0
-
-    def planned(self, plan: StepPlan) -> None:
-        """Note whether a step only continues decoding rows of the previous one."""
-        if not self._run_ahead_ns:
-            return
-        self._is_steady = not plan.added and plan.total_tokens == plan.num_rows
-        if not self._is_steady:
-            self._depth = self._base
-
-    def landed(self, plan: StepPlan, result: StepResult) -> None:
-        """Measure a step, and let the queue grow by one step if possible."""
-        if not self._run_ahead_ns:
-            return
-        started_ns = max(result.started_ns, self._last_ended_ns)
-        self._last_ended_ns = result.ended_ns
-        if plan.total_tokens > plan.num_rows:
-            return  # a prefill's time does not predict decode steps
-        step_ns = max(0, result.ended_ns - started_ns)
-        weight = NEWEST_WEIGHT if self._step_ns else 1.0
-        self._step_ns += weight * (step_ns - self._step_ns)
-        if self._is_steady:
-            self._depth = min(self._depth + 1, self._most())
-
-    def allowed(self, *, is_wanted: bool) -> int:
-        """Steps that may be in flight. is_wanted: no request waits, and there are blocks left."""
-        if not is_wanted:
-            self._depth = self._base
-        return self._depth
-
-    def _most(self) -> int:
-        """The running step plus as many as last for `run_ahead_ms`."""
-        behind = math.ceil(min(self._run_ahead_ns / max(self._step_ns, 1.0), MAX_STEPS_IN_FLIGHT))
-        return max(self._base, min(1 + behind, MAX_STEPS_IN_FLIGHT))

@@ -38,6 +38,8 @@ class StepTimes:
     """Host time from the previous landing to `waited_ns`."""
     busy_since_ns: int = 0
     """End of the last idle time before it."""
+    covered_ns: float = 0.0
+    """Pause of the host that the queue covered when it landed."""
 
 
 class EventPublisher:
@@ -134,6 +136,7 @@ class EventPublisher:
             num_evictions=pool.num_evictions,
             num_corrupted=stats.num_corrupted,
             publish_us=self._publish_ns / 1e3,
+            covered_us=times.covered_ns / 1e3,
             **_parts_us(result),
         )
         self._bus.publish(record)

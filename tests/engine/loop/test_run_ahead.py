@@ -1,4 +1,8 @@
-"""The depth of run-ahead, on simulated devices and with a real model."""
+"""Steps that run far ahead, on simulated devices and with a real model.
+
+`FarAhead` queues all that `run_ahead_ms` allows; test_run_ahead_policy.py is about how much is
+queued.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fake_executor import FakeExecutor, make_core
+from far_ahead import FarAhead
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.core import EngineCore
@@ -132,7 +137,8 @@ def loop(
 ) -> tuple[EngineCore, PacedExecutor, list[StepDelivery]]:
     deliveries: list[StepDelivery] = []
     executor = PacedExecutor(next_token)
-    core = make_core(executor, deliveries, depth=depth, run_ahead_ms=ms, **sizes)
+    core = make_core(executor, deliveries, depth=depth, **sizes)
+    core.run_ahead = FarAhead(depth, ms)
     return core, executor, deliveries
 
 
@@ -175,47 +181,6 @@ def test_a_new_request_waits_for_the_queued_steps_and_no_more() -> None:
     assert len(executor.in_flight) <= 2 <= queued
     run(core)
     assert endings(deliveries)["late"].reason is FinishReason.LENGTH
-
-
-class Machine(FakeExecutor):
-    """Host and device on one clock: a launch takes the host 0.1 ms, a step the device 1 ms."""
-
-    def __init__(self) -> None:
-        super().__init__(never_ends)
-        self.now_ns = self.free_ns = 0
-        self.idle_ns = 0
-        """Time without a step on the device, since the first."""
-
-    def submit(self, plan: StepPlan) -> StepHandle:  # type: ignore[override]
-        self.now_ns += MS // 10
-        result = super().submit(plan).result()
-        start = max(self.now_ns, self.free_ns)
-        self.idle_ns += start - self.free_ns if self.free_ns else 0
-        self.free_ns = start + MS
-        return _Landing(self, result._replace(started_ns=start, ended_ns=self.free_ns))
-
-
-class _Landing:
-    def __init__(self, machine: Machine, result: StepResult) -> None:
-        self._machine, self._result = machine, result
-
-    def result(self) -> StepResult:
-        self._machine.now_ns = max(self._machine.now_ns, self._result.ended_ns)
-        return self._result
-
-
-@pytest.mark.parametrize("ms, idle_ms", [(0.0, 95.5), (20.0, 0.5), (10.0, 50.5)])
-def test_a_pause_of_the_host_costs_the_device_what_is_not_queued(ms: float, idle_ms: float) -> None:
-    """Five pauses of 20 ms among steps of 1 ms. The launch after each is 0.1 ms."""
-    machine = Machine()
-    core = make_core(machine, [], depth=2, run_ahead_ms=ms, max_model_len=600, num_blocks=200)
-    submit(core, "a", [5, 6], max_tokens=500)
-    for turn in range(1, 500):
-        core.step()
-        if turn % 80 == 0 and turn <= 400:
-            machine.now_ns += 20 * MS
-    run(core)
-    assert machine.idle_ns / MS == idle_ms
 
 
 def test_stops_found_late_waste_no_more_than_the_queued_steps() -> None:
@@ -351,6 +316,7 @@ def test_a_real_model_gives_the_same_tokens_however_far_it_runs_ahead(
                 run_ahead_ms=ms,
             )
         )
+        engine.core.run_ahead = FarAhead(2 if asynchronous else 1, ms)
         ring = engine.core.bus.subscribe(100_000)
         rng = random.Random(seed)
         tokens: dict[str, list[int]] = {}
