@@ -267,6 +267,10 @@ class ServerMetrics(ModelMetrics):
         self.run_ahead = self._gauge(
             "engine_run_ahead_seconds", "Most work that is queued while no client waits"
         )
+        self._covered = self._gauge(
+            "engine_covered_pause_seconds",
+            "Longest recent pause of the process, which queued steps cover; 0: none to cover",
+        )
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache, 0 to 1")
         self._kv_blocks = self._gauge("kv_blocks", "KV blocks by state", "state")
         self._memory = self._gauge(
@@ -327,6 +331,7 @@ class ServerMetrics(ModelMetrics):
             self._since_start.num_late_compiles = newest.num_late_compiles
             self._since_start.num_corrupted = newest.num_corrupted
             self._since_start.num_wasted_tokens = newest.num_wasted_tokens
+            self._covered.set(newest.covered_us / 1e6)
             self._on_state(newest)
             self._on_heartbeat(newest.applied_ns)
 

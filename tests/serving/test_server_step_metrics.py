@@ -112,13 +112,18 @@ async def test_the_device_is_busy_or_idle_and_the_loop_works_or_waits() -> None:
     engine = FakeEngine(model=make_model_info(run_ahead_ms=20.0))
     async with app_client(engine) as client:
         for idle_us in (0.0, 30.0, 10.0):
-            engine.bus.publish(make_step_record(idle_us=idle_us, host_us=150.0, wait_us=3900.0))
+            engine.bus.publish(
+                make_step_record(
+                    idle_us=idle_us, host_us=150.0, wait_us=3900.0, covered_us=12_500.0
+                )
+            )
         text = (await client.get("/metrics")).text
     assert value(text, "engine_device_seconds_total", state="busy") == pytest.approx(0.012)
     assert value(text, "engine_device_seconds_total", state="idle") == pytest.approx(40e-6)
     assert value(text, "engine_step_seconds_sum", phase="host") == pytest.approx(450e-6)
     assert value(text, "engine_step_seconds_sum", phase="wait") == pytest.approx(0.0117)
     assert value(text, "engine_run_ahead_seconds") == pytest.approx(0.02)
+    assert value(text, "engine_covered_pause_seconds") == pytest.approx(0.0125)
 
 
 async def test_start_up_graphs_and_late_compilations_are_shown() -> None:

@@ -115,7 +115,7 @@ def test_header_says_how_the_dashboard_is() -> None:
     narrow = row_text(overview.header(model, view, LIVE, 125))
     assert "· block 16 · KV 60.0 GiB" in narrow
     ahead = row_text(overview.header(replace(model, run_ahead_ms=20.0), view, LIVE, 190))
-    assert ", KV 60.0 GiB · runs 20 ms ahead" in ahead
+    assert ", KV 60.0 GiB · runs up to 20 ms ahead" in ahead
     paused = row_text(overview.header(model, view, replace(LIVE, paused=True, back=3), 120))
     assert "❚❚ paused −3" in paused
     dead = row_text(overview.header(model, view, replace(LIVE, healthy=False), 120))
@@ -328,6 +328,9 @@ def test_batch_says_how_many_steps_were_queued_before_the_marked_one() -> None:
     records[-1] = records[-1]._replace(queue_depth=7)
     told = row_text(batch_panel(of_steps(records), Frame(100, 7, False), COLOUR_GLYPHS)[-1])
     assert "  queued 7 " in told
+    records[-1] = records[-1]._replace(covered_us=12_500.0)
+    told = row_text(batch_panel(of_steps(records), Frame(140, 7, False), COLOUR_GLYPHS)[-1])
+    assert "  queued 7 for pauses of 12.5 ms " in told
     assert "queued" not in row_text(
         batch_panel(of_steps(records), Frame(100, 7, False), COLOUR_GLYPHS, cursor=1)[-1]
     )

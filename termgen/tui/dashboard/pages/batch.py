@@ -228,7 +228,8 @@ def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_c
     host_us = step.schedule_us + step.apply_us
     tail: list[list[Span]] = []
     if step.queue_depth:
-        tail.append([(f"  queued {step.queue_depth}", "muted")])
+        pause = f" for pauses of {took(step.covered_us / 1e3)}" if step.covered_us else ""
+        tail.append([(f"  queued {step.queue_depth}{pause}", "muted")])
     if not on_cpu:
         tail.append(_mode_words(steps))
     tail.append([(f"  host {took(host_us / 1000)}", "muted")])

@@ -70,7 +70,7 @@ def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -
     if model.memory is not None:
         details.append(memory_words(model.memory))
     if model.run_ahead_ms:
-        details.append((f"runs {model.run_ahead_ms:g} ms ahead",))
+        details.append((f"runs up to {model.run_ahead_ms:g} ms ahead",))
     right = _live_words(view, live, width)
     room = width - row_width(tuple(right)) - 2
     for forms in details:  # each takes the first form that fits
