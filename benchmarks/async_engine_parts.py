@@ -1,8 +1,8 @@
 """The parts of `gpu_async.py` that measure the engine's loop alone, without a reader.
 
 One engine serves every cell: `core.run_ahead` is set anew for each, so that one step at a time, two
-in flight and a queue of 20 ms alternate on the same recordings and the same memory. Each cell
-decodes requests of its own, with prompts of equal length.
+in flight and as many as the host's pauses need alternate on the same recordings and the same
+memory. Each cell decodes requests of its own, with prompts of equal length.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
 WARM_STEPS = 48
-"""Enough for a queue of 20 ms to fill."""
+"""Enough for clocks and the measured step time to settle."""
 HOLD_US, HOLD_EVERY_S = 20_000, 0.1
 NUM_PROFILED = 28
 

@@ -80,7 +80,7 @@ def test_the_engines_parts_run_and_are_printed(
         assert core.scheduler.kv.pool.num_used == 0
     assert [cell["batch"] for cell in found["idle"]["decode"]] == [1, 3]
     assert all(0 <= cell["idle_share"] < 1 for cell in found["idle"]["decode"])
-    assert found["idle"]["decode"][0]["queue_depth"] > 1, "it did not run ahead"
+    assert found["idle"]["decode"][0]["queue_depth"] >= 1, "steps were not launched ahead"
     assert set(found["hold"][0]["tokens_per_s"]) == {"two", "two held", "ahead", "ahead held"}
     gpu_async.print_found(found)
     printed = capsys.readouterr().out

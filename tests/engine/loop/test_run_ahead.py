@@ -6,7 +6,9 @@ queued.
 
 from __future__ import annotations
 
+import ctypes
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -340,3 +342,57 @@ def test_a_real_model_gives_the_same_tokens_however_far_it_runs_ahead(
         tokens, deepest = once(asynchronous=True, ms=ms)
         assert tokens == expected
         assert deepest == others
+
+
+@pytest.mark.gpu
+def test_holds_of_the_gil_cost_a_gpu_nothing_after_the_first(
+    tiny_model_dir: Callable[..., Path],
+) -> None:
+    engine = SyncEngine(
+        EngineConfig(
+            model=str(tiny_model_dir("llama", max_position_embeddings=8192)),
+            device="cuda",
+            dtype="float32",
+            max_num_seqs=2,
+            num_gpu_blocks_override=600,
+            skip_tokenizer_init=True,
+            async_scheduling=True,
+        )
+    )
+    ring = engine.core.bus.subscribe(100_000)
+    params = SamplingParams(max_tokens=8000, ignore_eos=True)
+    engine.add(GenerationRequest(request_id="a", prompt_token_ids=(5, 6), params=params))
+
+    def run(count: int) -> list[StepRecord]:
+        for _ in range(count):
+            engine.step()
+        return [e for e in ring.drain() if isinstance(e, StepRecord)]
+
+    run(500)
+    quiet = run(500)
+    step_us = (quiet[-1].ended_ns - quiet[0].ended_ns) / 1e3 / (len(quiet) - 1)
+    hold_us = round(12 * step_us)
+    sleep = ctypes.PyDLL(None).usleep  # unlike CDLL, PyDLL keeps the GIL
+    is_over, holds = threading.Event(), []
+
+    def hold() -> None:
+        while not is_over.wait(200 * step_us / 1e6):
+            holds.append(1)
+            sleep(hold_us)
+
+    thread = threading.Thread(target=hold, name="holder")
+    thread.start()
+    try:
+        run(800)  # the first holds
+        num_before = len(holds)
+        held = run(3000)
+        num_holds = len(holds) - num_before
+    finally:
+        is_over.set()
+        thread.join()
+        engine.shutdown()
+    assert num_holds > 4
+    assert max(r.covered_us for r in held) >= 0.9 * hold_us
+    assert max(r.queue_depth for r in held) >= 12
+    lost_us = sum(r.idle_us for r in held) - len(held) * sum(r.idle_us for r in quiet) / len(quiet)
+    assert lost_us < 0.25 * num_holds * hold_us, "two steps in flight lose eleven twelfths"

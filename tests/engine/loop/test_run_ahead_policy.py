@@ -166,11 +166,11 @@ def test_pauses_that_recur_cost_the_device_no_time_after_the_first(
     print(f"seed {seed}")
     rng = random.Random(seed)
     core, machine = start(step_ms, 35.0)
-    first, *_ = (hold_each_second(machine, 8, 20.0, rng), *machine.holds)
+    end = hold_each_second(machine, 8, 20.0, rng)
     until(core, machine, machine.holds[0][1] + 100 * MS)
     assert machine.idle_ns > 0, "the first one is not foreseen"
     machine.idle_ns = 0
-    until(core, machine, first + 100 * MS)
+    until(core, machine, end + 100 * MS)
     assert not machine.holds
     assert machine.idle_ns == 0
 
