@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 HOMES: dict[str, set[str]] = {
     "torch": {"device", "executor"},
     "triton": {"device"},
+    "llvmlite": {"device"},
     "safetensors": {"device"},
     "transformers": {"text", "device"},
     "tokenizers": {"text"},

@@ -1,11 +1,14 @@
-"""8-bit weights on the CPU: symmetric, one scale per output channel, activations in 16 bits.
+"""8-bit weights on the CPU: a `LinearMethod` over the blocks of `native.int8_blocks`.
 
-A `LinearMethod`. Rows are quantized while they are loaded, so the float model never exists as a
-whole. The scale is rounded to bfloat16 before it is used to quantize, so that multiplying by it
-in bfloat16 adds no error of its own.
+Rows are quantized while they are loaded, so the float model never exists as a whole. Activations
+stay floats: rounding them to 8 bits too would be as fast, but costs far more accuracy.
 """
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +16,26 @@ from torch import nn
 
 from termgen.engine.device.layers.linear import LinearSpec, can_pack
 from termgen.engine.device.layers.weight_slot import empty_parameter
+from termgen.engine.device.native import why_unusable
+from termgen.engine.device.native.int8_blocks import (
+    BLOCK,
+    TILE,
+    Int8Blocks,
+    Quantized,
+    quantize_rows,
+)
 from termgen.errors import ConfigError
 
-_LARGEST = 127
-_MAX_PACKED_ROWS = 8
-"""Up to this many activation rows torch's int8 kernel beats converting the weight first."""
-_CHUNK_ELEMENTS = 2**21
-"""Elements of the weight converted at a time: a chunk that stays in cache."""
+_MOST_ROWS = 48
+"""Up to this many rows of activations the kernel beats widening the weight to floats first
+(SmolLM2-135M's shapes on two cores with AMX; without it the two are alike from 48 to 100)."""
+_CHUNK_NUMBERS = 2**20
+"""Numbers widened at a time: a part of the weight that stays in cache."""
+_memory = threading.local()
 
 
 class Int8Linear(nn.Module):
-    """LinearMethod: weight int8 [out_features, in_features], scale bfloat16 [out_features].
+    """LinearMethod: 8 bits a number, and 32 bits for every 32 of them.
 
     A tied embedding needs no second copy: `embed` looks rows up in the quantized head.
     """
@@ -37,56 +49,77 @@ class Int8Linear(nn.Module):
                 param="quantization",
             )
         self._spec = spec
-        self.weight = empty_parameter(
-            spec.out_features, spec.in_features, dtype=torch.int8, device=spec.device
+        self._padding = -spec.in_features % BLOCK
+        num_blocks = (spec.in_features + self._padding) // BLOCK
+        kinds = (
+            ((spec.out_features, num_blocks * BLOCK), torch.uint8),
+            ((spec.out_features, num_blocks), torch.float16),
+            ((spec.out_features, num_blocks), torch.float16),
+            ((spec.out_features,), torch.float32),
         )
-        self.scale = empty_parameter(spec.out_features, dtype=torch.bfloat16, device=spec.device)
-        # Without bfloat16 instructions a product in bfloat16 would be emulated, slowly.
-        self._wide_dtype = (
-            torch.bfloat16 if can_pack(torch.bfloat16, spec.device) else torch.float32
+        self.parts: nn.ParameterList | None = nn.ParameterList(
+            empty_parameter(*shape, dtype=dtype, device=spec.device) for shape, dtype in kinds
         )
+        """The fields of `Quantized`, until `finalize`."""
+        self._blocks: Int8Blocks | None = None
+        self._most_rows = -1 if why_unusable() else _MOST_ROWS
+        self._has_bfloat16 = can_pack(torch.bfloat16, spec.device)
 
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
-        rows = slice(first_row, first_row + tensor.shape[0])
-        weight, scale = quantize_rows(tensor)
-        self.weight[rows].copy_(weight)
-        self.scale[rows].copy_(scale)
+        assert self.parts is not None, "loading into a finalized layer"
+        for part, loaded in zip(self.parts, quantize_rows(self._padded(tensor)), strict=True):
+            part[first_row : first_row + len(tensor)].copy_(loaded)
 
     def finalize(self) -> None:
-        """Nothing to do: rows are quantized as they are loaded."""
+        assert self.parts is not None, "finalized before"
+        self._blocks = Int8Blocks(Quantized(*(part.detach() for part in self.parts)))
+        self.tiles, self.row_scale = self._blocks.tiles, self._blocks.row_scale  # count as weights
+        self.parts = None
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        num_rows = x.shape[0]
-        if num_rows == 0:
-            return x.new_empty(0, self._spec.out_features)
-        if num_rows <= _MAX_PACKED_ROWS:
-            y = torch._weight_int8pack_mm(
-                x.to(torch.bfloat16).contiguous(), self.weight, self.scale
-            ).to(x.dtype)
+        assert self._blocks is not None, "not finalized"
+        padded = self._padded(x).float()
+        if len(x) > self._most_rows:
+            y = self._multiply_wide(padded, self._blocks)
         else:
-            y = self._multiply_wide(x)
+            y = self._blocks.product(padded)
+        y = y.to(x.dtype)
         return y if bias is None else y.add_(bias)
 
-    def _multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(self._wide_dtype)
-        y = x.new_empty(x.shape[0], self._spec.out_features)
-        step = max(1, _CHUNK_ELEMENTS // self._spec.in_features)
-        for start in range(0, self._spec.out_features, step):
-            rows = slice(start, start + step)
-            product = F.linear(wide, self.weight[rows].to(self._wide_dtype))
-            torch.mul(product, self.scale[rows], out=y[:, rows])
-        return y
+    def _multiply_wide(self, x: torch.Tensor, blocks: Int8Blocks) -> torch.Tensor:
+        """x [M, columns] float32 -> [M, out_features] float32."""
+        y = x.new_empty(len(x), blocks.num_tiles * TILE)
+        step = max(1, _CHUNK_NUMBERS // (blocks.num_columns * TILE))
+        with _bfloat16_factors() if self._has_bfloat16 else nullcontext():
+            for first in range(0, blocks.num_tiles, step):
+                columns = blocks.columns_of(first, first + step, _scratch())
+                torch.mm(x, columns, out=y[:, first * TILE : first * TILE + columns.shape[1]])
+        return y[:, : self._spec.out_features].contiguous()
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.index_select(0, ids).to(self._spec.dtype)
-        return weight.mul_(self.scale.index_select(0, ids)[:, None])
+        assert self._blocks is not None, "not finalized"
+        return self._blocks.rows(ids)[:, : self._spec.in_features].to(self._spec.dtype)
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows with zeros up to a whole number of blocks."""
+        return F.pad(rows, (0, self._padding)) if self._padding else rows
 
 
-def quantize_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """tensor [rows, n] -> (int8 [rows, n], bfloat16 scale [rows]), nearest, symmetric."""
-    tensor = tensor.float()
-    scale = (tensor.abs().amax(1) / _LARGEST).to(torch.bfloat16)
-    # A row of zeros, or one too small for a scale, is stored as zeros.
-    divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).float()
-    weight = (tensor / divisor[:, None]).round_().clamp_(-_LARGEST, _LARGEST)
-    return weight.to(torch.int8), scale
+def _scratch() -> torch.Tensor:
+    """This thread's memory for a chunk, which all layers share."""
+    if not hasattr(_memory, "chunk"):
+        _memory.chunk = torch.empty(_CHUNK_NUMBERS + _CHUNK_NUMBERS // 8)
+    chunk: torch.Tensor = _memory.chunk
+    return chunk
+
+
+@contextmanager
+def _bfloat16_factors() -> Iterator[None]:
+    """Products of float32 matrices round their factors to bfloat16, and sum in float32: some
+    processors have matrix units for that."""
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before

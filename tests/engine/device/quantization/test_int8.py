@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from paged_model import CPU, PagedModel, Row, load
 
+from termgen.engine.device import native
 from termgen.engine.device.layers.linear import Build, Linear, LinearSpec
 from termgen.engine.device.layers.ops import TorchOps
+from termgen.engine.device.native.int8_blocks import dequantize, quantize_rows
 from termgen.engine.device.quantization import int8
-from termgen.engine.device.quantization.int8 import Int8Linear, quantize_rows
+from termgen.engine.device.quantization.int8 import Int8Linear
+from termgen.engine.text.tokenizer import load_tokenizer
 
 TinyModelDir = Callable[..., Path]
 
@@ -21,46 +26,50 @@ def random_matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, columns, generator=generator) * scales
 
 
-def test_each_weight_is_within_half_a_step() -> None:
-    matrix = random_matrix(64, 96)
-    weight, scale = quantize_rows(matrix)
-    restored = weight.float() * scale.float()[:, None]
-    assert weight.dtype is torch.int8 and weight.abs().max() <= 127
-    assert ((restored - matrix).abs() <= 0.5001 * scale.float()[:, None]).all()
-    # The scale is as small as bfloat16 lets it be: the largest weight uses the whole range.
-    assert (weight.abs().amax(1) >= 126).all()
-
-
-def test_rows_of_zeros_stay_zeros() -> None:
-    matrix = torch.tensor([[0.0, 0.0], [1e-45, 0.0], [1.0, -1.0]])
-    weight, scale = quantize_rows(matrix)
-    assert torch.equal(weight[:2], torch.zeros(2, 2, dtype=torch.int8))
-    assert (weight.float() * scale.float()[:, None]).isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [0, 1, 3, 8, 9, 40])
-@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 48, 49])
+@pytest.mark.parametrize("columns", [64, 72])
+@pytest.mark.parametrize("how", ["kernels", "no bfloat16", "torch"])
 def test_products_are_those_of_the_quantized_matrix(
-    dtype: torch.dtype, num_rows: int, wide: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, num_rows: int, columns: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8, "_CHUNK_ELEMENTS", 20 * 64)  # several chunks, the last one short
-    layer = Linear(64, {"proj": 70}, bias=True, build=Build(dtype, CPU, Int8Linear, TorchOps()))
-    layer.method._wide_dtype = wide
-    matrix, bias = random_matrix(70, 64), torch.linspace(-5, 5, 70)
+    """Few rows and many, with and without kernels, and columns that are not whole blocks."""
+    monkeypatch.setattr(int8, "_CHUNK_NUMBERS", 40 * columns)  # several chunks, the last one short
+    monkeypatch.setattr(int8, "_memory", threading.local())
+    if how == "torch":
+        monkeypatch.setattr(native, "find_spec", lambda name: None)
+    if how == "no bfloat16":
+        monkeypatch.setattr(int8, "can_pack", lambda dtype, device: False)
+    layer = Linear(
+        columns, {"proj": 70}, bias=True, build=Build(dtype, CPU, Int8Linear, TorchOps())
+    )
+    matrix, bias = random_matrix(70, columns), torch.linspace(-5, 5, 70)
     for slot in layer.weight_slots(""):
         slot.load(matrix if slot.role == "matrix" else bias)
     layer.finalize()
-    x = random_matrix(max(num_rows, 1), 64, seed=1)[:num_rows].to(dtype)
-    weight, scale = quantize_rows(matrix)
-    dequantized = weight.double() * scale.double()[:, None]
-    x16 = x.to(torch.bfloat16).double()
-    expected = x16 @ dequantized.T + bias.to(dtype).double()
+    x = random_matrix(max(num_rows, 1), columns, seed=1)[:num_rows].to(dtype)
+    padded = F.pad(matrix, (0, -columns % 32))
+    dequantized = dequantize(quantize_rows(padded))[:, :columns].double()
+    expected = x.double() @ dequantized.T + bias.to(dtype).double()
     actual = layer(x)
     assert actual.shape == (num_rows, 70) and actual.dtype is dtype
     # bfloat16 keeps 8 bits: sums of magnitude m are off by up to m / 128 after their roundings.
-    magnitude = x16.abs() @ dequantized.abs().T + bias.abs().double()
-    assert ((actual.double() - expected).abs() <= magnitude / 128 + 1e-6).all()
+    magnitude = x.double().abs() @ dequantized.abs().T + bias.abs().double()
+    is_exact = dtype is torch.float32 and (
+        how == "no bfloat16" or (how == "kernels" and num_rows <= 48)
+    )
+    tolerance = 1e-6 if is_exact else 1 / 128
+    assert ((actual.double() - expected).abs() <= magnitude * tolerance + 1e-6).all()
+
+
+def test_products_of_other_code_keep_their_precision() -> None:
+    """The setting for bfloat16 factors is left as it was, also by an error."""
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    with pytest.raises(KeyError), int8._bfloat16_factors():
+        assert settings.fp32_precision == "bf16"
+        raise KeyError
+    assert settings.fp32_precision == before
 
 
 def test_rows_are_looked_up_in_the_quantized_matrix() -> None:
@@ -69,11 +78,12 @@ def test_rows_are_looked_up_in_the_quantized_matrix() -> None:
     matrix = random_matrix(30, 16)
     method.load_rows(matrix[:10], 0)
     method.load_rows(matrix[10:], 10)
+    method.finalize()
     ids = torch.tensor([29, 0, 12, 12], dtype=torch.int32)
     rows = method.embed(ids)
-    scale = method.scale.float()[ids.long(), None]
-    assert rows.dtype is torch.float32
-    assert ((rows - matrix[ids.long()]).abs() <= 0.5001 * scale).all()
+    assert rows.dtype is torch.float32 and rows.shape == (4, 16)
+    wanted = matrix[ids.long()]
+    assert ((rows - wanted).abs() <= wanted.abs().amax(1, keepdim=True) / 200).all()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -87,10 +97,10 @@ def test_logits_stay_near_the_float_model(
     paged = PagedModel(load(folder, quantization="int8"))
     whole = paged.step([Row(0, 0, tokens)])[0]
     error = (whole - expected).std() / expected.std()
-    assert error < 0.06
-    # One token at a time takes the other kernel.
+    assert error < 0.03
+    # One token at a time takes the other path.
     single = torch.cat([paged.step([Row(1, i, [token])])[0] for i, token in enumerate(tokens)])
-    assert (single - expected).std() / expected.std() < 0.06
+    assert (single - expected).std() / expected.std() < 0.03
 
 
 def test_the_float_model_is_not_kept(tiny_model_dir: TinyModelDir) -> None:
@@ -99,7 +109,7 @@ def test_the_float_model_is_not_kept(tiny_model_dir: TinyModelDir) -> None:
         quantization: sum(p.nbytes for p in load_unfinalized(folder, quantization).parameters())
         for quantization in (None, "int8")
     }
-    assert sizes["int8"] < 0.3 * sizes[None]
+    assert sizes["int8"] < 0.33 * sizes[None]
 
 
 def load_unfinalized(folder: Path, quantization: str | None) -> torch.nn.Module:
@@ -108,3 +118,23 @@ def load_unfinalized(folder: Path, quantization: str | None) -> torch.nn.Module:
     from termgen.engine.device.loader import load_model_config
 
     return build(load_model_config(folder), quantization=quantization)
+
+
+@pytest.mark.slow
+def test_a_real_model_answers_as_its_float_weights_do(smollm2_gguf: Path) -> None:
+    """The mean divergence of its next tokens from those of the float32 model, in nats. 8 bits with
+    one scale for a whole row, as other programs use them, are at 6e-3."""
+    text = (Path(__file__).parents[4] / "README.md").read_text()[:1200]
+    ids = list(load_tokenizer(smollm2_gguf).encode(text))[:240]
+    half = len(ids) // 2
+
+    def log_probabilities(quantization: str | None) -> torch.Tensor:
+        paged = PagedModel(load(smollm2_gguf, quantization=quantization))
+        prompt = paged.step([Row(0, 0, ids[:half])])[0]
+        singles = [paged.step([Row(0, i, [ids[i]])])[0] for i in range(half, len(ids))]
+        return torch.cat([prompt, *singles]).double().log_softmax(-1)
+
+    exact, quantized = log_probabilities(None), log_probabilities("int8")
+    divergence = (exact.exp() * (exact - quantized)).sum(-1)
+    print(f"mean {divergence.mean():.2e}, largest {divergence.max():.2e}")
+    assert divergence[:half].mean() < 1e-3 and divergence[half:].mean() < 1e-3

@@ -1,0 +1,23 @@
+"""Kernels for CPUs, written in LLVM's intermediate language and compiled when a model is built.
+
+    jit                 what all of them share: loops, vectors, threads, compilation
+    int8_blocks         8-bit weights with a scale for every 32 numbers, laid out for a kernel
+    int8_kernels        products with them
+    row_kernels         norms, rotation, activation
+    decode_attention    attention of one query a row
+
+The engine runs without them, in torch: skip this package on a first reading.
+
+LLVM turns vectors of 16 numbers into whatever the machine has: AVX-512, AVX2 or NEON. A kernel
+divides its work among the threads of torch's own OpenMP team. A call costs about a microsecond and
+does not hold the GIL.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+
+def why_unusable() -> str:
+    """The reason that these kernels cannot run here; empty when they can."""
+    return "" if find_spec("llvmlite") is not None else "the package llvmlite is not installed"

@@ -1,0 +1,176 @@
+"""Weights in 8 bits with a scale and an offset for every 32 numbers of a row, and their products.
+
+A number is row_scale * (scale * q + low), q one of 0..255. `row_scale` is a power of two that keeps
+scale and low, 16-bit floats, in range whatever the row's magnitude. A matrix that comes from a GGUF
+file of 4-bit blocks of 32 (Q4_0, Q4_1) loses next to nothing: their 16 levels are among the 256,
+17 apart. Where all numbers of a matrix are such, they are kept in 4 bits, with the same results.
+
+The layout is made for the kernel, which computes `TILE` outputs at once, one in each lane:
+
+    tiles   [num_tiles, num_blocks, bytes of a block] uint8: the scales of the tile's rows
+            (float16), their lows (float16), then words of 32 bits that hold neighbouring columns of
+            a row, 4 or 8, the first in the lowest bits: all rows' first words, then their second
+
+So a row of x is read number by number, and no sum crosses lanes. Sums are float32 and run along the
+columns in the same order always: a row's result does not depend on the rows beside it. At one row
+the kernel is about as fast as memory can be read; from 8 rows on the multiplications take longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from termgen.engine.device.native import why_unusable
+
+BLOCK = 32
+TILE = 32
+LEVELS = 255
+_HEADER = 2 * TILE * 2
+"""Bytes of a block's scales and lows."""
+_STRIDE_PADDING = 16
+_COARSE = 17
+"""Levels between those of 4 bits: 255 / 15."""
+_SMALLEST_SCALE = 2.0**-24
+"""The smallest float16 above 0. A block of equal numbers has it too, and q is 0 in it."""
+
+
+class Quantized(NamedTuple):
+    """Rows as they are filled, before tiles are made of them."""
+
+    numbers: torch.Tensor  # [rows, columns] uint8
+    scale: torch.Tensor  # [rows, columns / BLOCK] float16
+    low: torch.Tensor  # [rows, columns / BLOCK] float16
+    row_scale: torch.Tensor  # [rows] float32
+
+
+def quantize_rows(rows: torch.Tensor) -> Quantized:
+    """rows [n, columns] of any float type, finite; columns a multiple of BLOCK."""
+    rows = rows.float()
+    largest = rows.abs().amax(1)
+    exponent = torch.frexp(largest).exponent.clamp(min=-125)  # 2**exponent is above the largest
+    row_scale = torch.ldexp(torch.ones_like(largest), exponent)
+    blocks = (rows * row_scale.reciprocal()[:, None]).view(len(rows), -1, BLOCK)
+    low = blocks.amin(2).half()
+    # float16 may have rounded the offset up; then the block's least number is off by that little.
+    scale = ((blocks.amax(2) - low.float()) / LEVELS).half().clamp_(min=_SMALLEST_SCALE)
+    numbers = (blocks - low.float()[..., None]).div_(scale.float()[..., None])
+    numbers = numbers.round_().clamp_(0, LEVELS).to(torch.uint8)
+    return Quantized(numbers.flatten(1), scale, low, row_scale)
+
+
+def dequantize(quantized: Quantized) -> torch.Tensor:
+    """[rows, columns] float32."""
+    numbers, scale, low, row_scale = quantized
+    blocks = numbers.view(len(numbers), -1, BLOCK).float()
+    blocks = blocks * scale.float()[..., None] + low.float()[..., None]
+    return blocks.flatten(1).mul_(row_scale[:, None])
+
+
+class Int8Blocks:
+    """A matrix [num_rows, num_columns] in tiles. num_rows need not be a multiple of TILE."""
+
+    def __init__(self, quantized: Quantized) -> None:
+        numbers, scale, low, row_scale = quantized
+        self.num_rows, self.num_columns = numbers.shape
+        padding = -self.num_rows % TILE
+        # Rows of zeros: the scale of a padded row is 0.
+        numbers, scale, low = (F.pad(t, (0, 0, 0, padding)) for t in (numbers, scale, low))
+        self.row_scale = F.pad(row_scale, (0, padding))
+        num_blocks = self.num_columns // BLOCK
+        # Multiples of 17 have two equal halves.
+        self.num_bits = 4 if torch.equal(numbers & 15, numbers >> 4) else 8
+        words = numbers.view(-1, TILE, num_blocks, BLOCK * self.num_bits // 32, 32 // self.num_bits)
+        words = words.permute(0, 2, 3, 1, 4)
+        if self.num_bits == 4:
+            words = (words[..., ::2] & 15) | (words[..., 1::2] & 240)
+        headers = (
+            half.view(-1, TILE, num_blocks).transpose(1, 2).contiguous().view(torch.uint8)
+            for half in (scale, low)
+        )
+        self.tiles = torch.cat((*headers, words.flatten(2)), 2)
+        self._kernels: Mapping[str, Callable[..., None]] = {}
+        if not why_unusable():
+            from termgen.engine.device.native import int8_kernels, jit
+
+            layout = int8_kernels.Layout(BLOCK, TILE, self.num_bits, _COARSE)
+            self._kernels, self._threads = int8_kernels.int8_kernels(layout), jit.threads_for
+
+    @property
+    def num_tiles(self) -> int:
+        return len(self.tiles)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, num_columns] float32 -> x @ matrix.T, [M, num_rows] float32. By the kernel: for
+        machines that have it."""
+        x = x.contiguous()
+        width, num_blocks = len(self.row_scale), self.num_columns // BLOCK
+        y = x.new_empty(len(x), width)
+        scratch = x.new_empty(len(x), num_blocks * (BLOCK + 1))
+        self._kernels["int8_product"](
+            self.tiles.data_ptr(),
+            self.row_scale.data_ptr(),
+            x.data_ptr(),
+            y.data_ptr(),
+            scratch.data_ptr(),
+            len(x),
+            num_blocks,
+            self.num_tiles,
+            self._threads(self.tiles.nbytes * len(x)),
+        )
+        return y if width == self.num_rows else y[:, : self.num_rows].contiguous()
+
+    def columns_of(
+        self, first_tile: int, end_tile: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The rows of some tiles, transposed: [num_columns, rows] float32. Those past num_rows are
+        zeros. end_tile may be past the last. out: memory to use, any shape, if it is large enough:
+        new memory takes longer to fill than the numbers take to compute."""
+        num_tiles = min(end_tile, self.num_tiles) - first_tile
+        if not self._kernels:
+            return self._columns_by_torch(first_tile, end_tile)
+        # A column's place in the cache goes by its address: a power of two between them is slow.
+        stride = num_tiles * TILE + _STRIDE_PADDING
+        if out is None or out.numel() < self.num_columns * stride:
+            out = torch.empty(self.num_columns * stride)
+        columns = out.view(-1)[: self.num_columns * stride].view(self.num_columns, stride)
+        self._kernels["int8_columns"](
+            self.tiles[first_tile].data_ptr(),
+            self.row_scale[first_tile * TILE].data_ptr(),
+            columns.data_ptr(),
+            stride * columns.itemsize,
+            self.num_columns // BLOCK,
+            num_tiles,
+            self._threads(columns.nbytes),
+        )
+        return columns[:, : num_tiles * TILE]
+
+    def _columns_by_torch(self, first_tile: int, end_tile: int) -> torch.Tensor:
+        tiles = self.tiles[first_tile:end_tile]
+        numbers, scale, low = self._read(tiles)
+        columns = numbers.mul_(scale[:, :, None]).add_(low[:, :, None])  # [tiles, blocks, 32, TILE]
+        columns = columns.flatten(1, 2).transpose(0, 1).flatten(1)
+        return columns.mul_(self.row_scale[first_tile * TILE : end_tile * TILE])
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Some rows of the matrix: ids [T] -> [T, num_columns] float32."""
+        tile, lane = ids.long() // TILE, ids.long() % TILE
+        numbers, scale, low = self._read(self.tiles[tile])
+        every = torch.arange(len(lane))
+        chosen = numbers.permute(0, 3, 1, 2)[every, lane]  # [T, blocks, BLOCK]
+        scale, low = (part.transpose(1, 2)[every, lane] for part in (scale, low))
+        blocks = chosen.mul_(scale[..., None]).add_(low[..., None])
+        return blocks.flatten(1).mul_(self.row_scale[ids.long()][:, None])
+
+    def _read(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Numbers [tiles, blocks, BLOCK, TILE], scales and lows [tiles, blocks, TILE], float32."""
+        num_blocks = self.num_columns // BLOCK
+        words = tiles[:, :, _HEADER:].reshape(-1, num_blocks, BLOCK * self.num_bits // 32, TILE, 4)
+        if self.num_bits == 4:
+            words = torch.stack((words & 15, words >> 4), 5) * _COARSE
+        numbers = words.flatten(4).transpose(3, 4).flatten(2, 3).float()
+        halves = tiles[:, :, :_HEADER].contiguous().view(torch.float16).float()
+        return numbers, halves[..., :TILE], halves[..., TILE:]

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from termgen.engine.device.native.int8_blocks import (
+    BLOCK,
+    Int8Blocks,
+    Quantized,
+    dequantize,
+    quantize_rows,
+)
+
+SIZES = [(96, 64), (70, 96), (33, 32), (1, 160), (32, 1536)]
+NUM_ROWS = [0, 1, 2, 3, 5, 8, 9, 17]
+
+
+def random_matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator)
+
+
+def quantized_matrix(rows: int, columns: int, num_bits: int) -> Quantized:
+    quantized = quantize_rows(random_matrix(rows, columns) * torch.logspace(-9, 9, rows)[:, None])
+    if num_bits == 4:
+        return quantized._replace(numbers=quantized.numbers // 17 * 17)
+    return quantized
+
+
+def test_each_number_is_within_half_a_step_of_its_block() -> None:
+    matrix = random_matrix(64, 96) * torch.logspace(-30, 30, 64)[:, None]
+    blocks = matrix.view(64, -1, BLOCK)
+    step = (blocks.amax(2) - blocks.amin(2)) / 255
+    error = (dequantize(quantize_rows(matrix)).view_as(blocks) - blocks).abs().amax(2)
+    # float16 rounds the scale and the offset: 11 bits each.
+    assert (error <= 0.5 * step + blocks.abs().amax(2) * 2**-10).all()
+    assert (error.mean() < 0.6 * step.mean()).all()
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0, -3.5, 1e-30, -1e30, 1e-42])
+def test_rows_of_one_number_stay_what_they_are(number: float) -> None:
+    rows = torch.full((2, 64), number)
+    rows[1] = 0.0
+    restored = dequantize(quantize_rows(rows))
+    assert restored.isfinite().all()
+    torch.testing.assert_close(restored, rows, rtol=2e-3, atol=1e-38)
+
+
+def test_numbers_of_sixteen_levels_are_kept_in_four_bits_without_loss() -> None:
+    """The levels of GGUF's Q4_1: a scale and an offset for each block, both float16."""
+    generator = torch.Generator().manual_seed(3)
+    levels = torch.randint(0, 16, (64, 6, BLOCK), generator=generator)
+    levels[..., 0], levels[..., 1] = 0, 15
+    scale = torch.rand(64, 6, 1, generator=generator).half().float() * 0.01
+    low = -(torch.rand(64, 6, 1, generator=generator) * 0.1).half().float()
+    matrix = (levels * scale + low).flatten(1)
+    quantized = quantize_rows(matrix)
+    assert Int8Blocks(quantized).num_bits == 4
+    assert torch.equal(quantized.numbers.view_as(levels), (levels * 17).to(torch.uint8))
+    error = (dequantize(quantized) - matrix).abs().view(64, 6, BLOCK).amax(2)
+    assert (error <= scale[..., 0] * 0.02 + 1e-4 * low[..., 0].abs()).all()
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_products(rows: int, columns: int, num_bits: int) -> None:
+    quantized = quantized_matrix(rows, columns, num_bits)
+    blocks, matrix = Int8Blocks(quantized), dequantize(quantized).double()
+    assert blocks.num_bits == num_bits or rows == 1
+    for num_rows in NUM_ROWS:
+        x = random_matrix(num_rows, columns, seed=num_rows)
+        y = blocks.product(x)
+        assert y.shape == (num_rows, rows) and y.dtype is torch.float32
+        magnitude = x.double().abs() @ matrix.abs().T
+        assert ((y - x.double() @ matrix.T).abs() <= 2e-6 * magnitude).all()
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_a_row_does_not_depend_on_the_rows_beside_it(num_bits: int) -> None:
+    blocks = Int8Blocks(quantized_matrix(70, 96, num_bits))
+    x = random_matrix(17, 96, seed=5)
+    together = blocks.product(x)
+    for first, end in ((0, 1), (3, 5), (4, 12), (16, 17)):
+        assert torch.equal(blocks.product(x[first:end]), together[first:end])
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_numbers_are_read_back(rows: int, columns: int, num_bits: int) -> None:
+    quantized = quantized_matrix(rows, columns, num_bits)
+    blocks, matrix = Int8Blocks(quantized), dequantize(quantized)
+    close = {"rtol": 1e-6, "atol": 0.0}
+    for out in (None, torch.empty(100 * columns), torch.empty(3)):
+        whole = blocks.columns_of(0, 100, out)
+        torch.testing.assert_close(whole[:, :rows].T, matrix, **close)
+        assert not whole[:, rows:].any()
+        last = blocks.columns_of(blocks.num_tiles - 1, blocks.num_tiles)
+        assert torch.equal(last, whole[:, -last.shape[1] :])
+    ids = torch.tensor([rows - 1, 0, rows // 2, 0])
+    torch.testing.assert_close(blocks.rows(ids), matrix[ids], **close)
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_numbers_are_read_back_without_kernels(
+    num_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "termgen.engine.device.native.int8_blocks.why_unusable", lambda: "not installed"
+    )
+    quantized = quantized_matrix(70, 96, num_bits)
+    columns = Int8Blocks(quantized).columns_of(1, 3)
+    torch.testing.assert_close(columns[:, :38].T, dequantize(quantized)[32:], rtol=1e-6, atol=0.0)
