@@ -20,10 +20,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("termgen", "transformers")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("auto", "none", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-ATTENTION_BACKENDS = ("triton", "torch_reference", "flashinfer", "flash_attn")
+ATTENTION_BACKENDS = ("triton", "native", "torch_reference", "flashinfer", "flash_attn")
 DEVICE_WAITS = ("auto", "spin", "sleep")
 CUDAGRAPH_MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 MAX_INT = 2**31 - 1
@@ -155,8 +155,11 @@ class EngineConfig:
         "type of weights and activations; auto: float32 on a CPU, a 16-bit type on a GPU",
         choices=DTYPES,
     )
-    quantization: str | None = setting(
-        None, "int8: 8-bit weights, on the CPU", choices=QUANTIZATIONS
+    quantization: str = setting(
+        "auto",
+        "how weights are stored. int8: in 8 bits, on a CPU; none: in the dtype; auto: int8 on a "
+        "CPU, if no dtype is given and the model is large enough to gain by it",
+        choices=QUANTIZATIONS,
     )
     threads: int | None = setting(
         None, "CPU threads (default: physical cores)", minimum=1, maximum=1024

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from termgen.config import ATTENTION_BACKENDS
+from termgen.engine.device import native
 from termgen.engine.device.kernels import why_unusable
 from termgen.errors import ConfigError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 BACKENDS = {
     "triton": "termgen.engine.device.attention.triton_paged:TritonPagedAttention",
+    "native": "termgen.engine.device.attention.native_paged:NativeAttention",
     "torch_reference": "termgen.engine.device.attention.torch_reference:TorchReferenceAttention",
     "flashinfer": "termgen.engine.device.attention.flashinfer_paged:FlashInferAttention",
     "flash_attn": "termgen.engine.device.attention.flash_attn_paged:FlashAttnAttention",
@@ -57,7 +59,8 @@ def make_backend(
                 f"attention_backend {name}: {reason}; torch_reference runs everywhere",
                 param="attention_backend",
             )
-        if not why_not(known, replace(shape, kv_cache_dtype=shape.dtype)):
+        is_gpu = shape.device.type != "cpu"
+        if is_gpu and not why_not(known, replace(shape, kv_cache_dtype=shape.dtype)):
             # Half the bytes are asked for to be faster: not for them at the price of the kernels.
             raise ConfigError(
                 f"kv_cache_dtype fp8: {reason}; use kv_cache_dtype auto, or attention_backend "
@@ -72,6 +75,8 @@ def why_not(name: str, shape: AttentionShape) -> str:
     """The reason a backend cannot run this shape; empty if it can."""
     device_type = shape.device.type
     if name == "triton" and (reason := why_unusable(shape.device, dtype=shape.kv_cache_dtype)):
+        return reason
+    if name == "native" and (reason := native.why_unusable()):
         return reason
     capabilities = backend_class(name).capabilities
     if device_type not in capabilities.device_types:

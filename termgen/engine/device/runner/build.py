@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from termgen.config import EngineConfig
+from termgen.engine.device import native
 from termgen.engine.device.attention.base import AttentionBackend, AttentionShape
 from termgen.engine.device.attention.registry import make_backend
 from termgen.engine.device.config.model_config import ModelConfig
@@ -77,6 +78,7 @@ def build_runner(
     model_config = load_model_config(path, model_impl=config.model_impl)
     limits = resolve.resolve_limits(config, model_config, device)
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
+    quantization = resolve.resolve_quantization(config, model_config, device)
     memory = MemoryAccount(meter_for(device), config, where=str(device))
     memory.check_others()
     with memory.making("workspace"):
@@ -92,7 +94,7 @@ def build_runner(
 
     progress = report(LOADING_WEIGHTS)
     with memory.loading_weights(str(dtype).removeprefix("torch.")):
-        model = load_model(config, path, model_config, attention, shape, progress)
+        model = load_model(config, path, model_config, attention, shape, progress, quantization)
     memory.weights = weight_bytes(model)
     with memory.making("workspace"):
         runner = _make_runner(config, model, model_config, attention, shape, limits)
@@ -135,7 +137,7 @@ def build_runner(
         are_graphs_made=not runner.graphs.num_waiting,
     )
     logger.info("%s", ledger)
-    info = _describe(config, runner, limits, ledger, num_blocks, max_model_len)
+    info = _describe(config, runner, limits, ledger, num_blocks, max_model_len, quantization)
     runner.be_ready()
     on_progress(READY, 1.0)
     return runner, info
@@ -215,6 +217,7 @@ def _describe(
     memory: MemoryLedger,
     num_blocks: int,
     max_model_len: int,
+    quantization: str | None,
 ) -> DeviceInfo:
     device = runner.device
     asynchronous = config.async_scheduling
@@ -239,6 +242,7 @@ def _describe(
         implementation=runner.config.implementation,
         num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
         num_cores=len(resolve.usable_cpus()),
+        quantization=quantization,
     )
 
 
@@ -249,6 +253,7 @@ def load_model(
     attention: AttentionBackend,
     shape: AttentionShape,
     on_progress: Callable[[float], None],
+    quantization: str | None,
 ) -> CausalDecoder | TransformersDecoder:
     """Load a model, with termgen's own code or transformers'.
 
@@ -266,7 +271,7 @@ def load_model(
             model_config,
             dtype=shape.dtype,
             device=shape.device,
-            quantization=config.quantization,
+            quantization=quantization,
             attention=attention,
             ops=_make_ops(shape),
         )
@@ -285,7 +290,7 @@ def _load_transformers_model(
     attention: AttentionBackend,
     shape: AttentionShape,
 ) -> TransformersDecoder:
-    if config.quantization is not None:
+    if config.quantization not in ("auto", "none"):
         raise ConfigError(
             f"quantization {config.quantization} is for the models that termgen's own code runs, "
             f"and {model_config.architecture} runs through transformers; leave it out",
@@ -311,6 +316,10 @@ def _load_transformers_model(
 
 
 def _make_ops(shape: AttentionShape) -> LayerOps:
+    if shape.device.type == "cpu" and not native.why_unusable():
+        from termgen.engine.device.layers.native_ops import NativeOps  # llvmlite may be missing
+
+        return NativeOps()
     if why_unusable(shape.device, dtype=shape.kv_cache_dtype):
         return TorchOps()
     from termgen.engine.device.layers.triton_ops import TritonOps  # triton may be missing elsewhere

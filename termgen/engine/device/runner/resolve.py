@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from termgen.config import EngineConfig
+from termgen.engine.device import native
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.errors import ConfigError
 
@@ -29,6 +30,10 @@ DTYPES = {
 
 SPINNING_CPUS = 4
 """From this many CPUs on, one may spin: three are left for the event loop, text and screens."""
+
+
+WORTH_QUANTIZING = 2**25
+"""Parameters of a model whose weights do not fit in a processor's caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,24 @@ def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.
         return torch.float32
     is_half = model.torch_dtype == "float16" and not model.overflows_float16
     return torch.float16 if is_half else torch.bfloat16
+
+
+def resolve_quantization(
+    config: EngineConfig, model: ModelConfig, device: torch.device
+) -> str | None:
+    """`auto`: int8 on a CPU, where a step takes as long as reading the weights does. None where
+    the weights are not quantized."""
+    if config.quantization != "auto":
+        return None if config.quantization == "none" else config.quantization
+    gains = (
+        device.type == "cpu"
+        and config.dtype == "auto"
+        and model.transformers is None
+        and model.moe is None
+        and model.num_parameters >= WORTH_QUANTIZING
+        and not native.why_unusable()
+    )
+    return "int8" if gains else None
 
 
 def resolve_wait(device_wait: str) -> bool:

@@ -44,13 +44,17 @@ def on(device: torch.device, *names: str) -> list[object]:
     return [pytest.param((name, device), id=f"{name}-{device}", marks=marks) for name in names]
 
 
-@pytest.fixture(params=[*on(CPU, *BACKENDS), *on(CUDA, *BACKENDS)])
+@pytest.fixture(
+    params=[*on(CPU, *BACKENDS), *on(CUDA, *(name for name in BACKENDS if name != "native"))]
+)
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Where:
     """On a CPU Triton's kernels are interpreted, and stand-ins replace other packages."""
     name, device = request.param
     if name in EXTRAS:
         return where_optional(name, device, monkeypatch)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    if name == "native":
+        dtypes = (torch.float32,)
     if name == "triton":
         triton_device.require_triton()
         if device.type == "cpu" and not triton_device.IS_INTERPRETED:
@@ -116,7 +120,7 @@ def test_half_types(dtype: torch.dtype, where: Where) -> None:
 
 
 FP8 = torch.float8_e4m3fn
-READS_FP8 = [name for name in BACKENDS if name not in EXTRAS]
+READS_FP8 = [name for name in BACKENDS if name not in (*EXTRAS, "native")]
 with_fp8 = pytest.mark.parametrize(
     "where", [*on(CPU, *READS_FP8), *on(CUDA, *READS_FP8)], indirect=True
 )
@@ -263,15 +267,27 @@ def test_registry_names_are_the_settings_choices() -> None:
     assert tuple(BACKENDS) == ATTENTION_BACKENDS
 
 
-def test_a_cpu_gets_the_reference_and_is_told_why() -> None:
+def test_a_cpu_gets_its_own_kernels_or_the_reference() -> None:
     shape = AttentionCase([(0, 1)]).shape
     backend, settled, passed_over = make_backend(None, shape)
-    assert backend.name == "torch_reference" and "need a CUDA device" in passed_over
-    assert why_not("torch_reference", shape) == "" and settled == shape
+    assert backend.name == "native" and "need a CUDA device" in passed_over
+    assert settled == shape
     _, settled, _ = make_backend(None, replace(shape, block_size=None))
     assert settled == replace(shape, block_size=16)
     with pytest.raises(ConfigError, match="attention_backend triton: .*; torch_reference runs"):
         make_backend("triton", shape)
+    half = replace(shape, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
+    for other in (half, replace(shape, head_dim=72), replace(shape, kv_cache_dtype=FP8)):
+        assert why_not("native", other)
+        assert make_backend(None, other)[0].name == "torch_reference"
+
+
+def test_a_cpu_without_llvm_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionCase([(0, 1)]).shape
+    monkeypatch.setattr("termgen.engine.device.native.find_spec", lambda name: None)
+    assert make_backend(None, shape)[0].name == "torch_reference"
+    with pytest.raises(ConfigError, match="native: the package llvmlite is not installed"):
+        make_backend("native", shape)
 
 
 def test_an_fp8_cache_is_refused_where_only_a_slow_backend_reads_it(

@@ -1,0 +1,119 @@
+"""LayerOps of a CPU: norms, rotation and activation, each one kernel over rows of float32.
+
+`TorchOps` is the reference, and runs what the kernels do not: other types and sizes, the rarer
+activations, experts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from termgen.engine.device.layers.ops import Rotation, TorchOps
+from termgen.engine.device.native.jit import LANES, threads_for
+from termgen.engine.device.native.row_kernels import row_kernels
+
+
+class NativeOps(TorchOps):
+    """Kernels where they fit, torch elsewhere."""
+
+    def __init__(self) -> None:
+        self._kernels = row_kernels()
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if not _fits(x, weight):
+            return super().rms_norm(x, weight, eps)
+        return self._normalise(x, None, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        if not (_fits(x, weight) and residual.is_contiguous()):
+            return super().add_rms_norm(x, residual, weight, eps)
+        return self._normalise(x, residual, weight, eps)
+
+    def _normalise(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._kernels["rms_norm"](
+            x.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.shape[1],
+            eps,
+            len(x),
+            threads_for(x.nbytes),
+        )
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        rotation: Rotation,
+        slot_mapping: torch.Tensor,
+        *,
+        num_heads: int,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        num_kv_heads, head_dim = kv_cache.shape[3:]
+        fits = (
+            qkv.dtype == kv_cache.dtype == torch.float32
+            and qkv.is_contiguous()
+            and kv_cache.is_contiguous()
+            and head_dim % (2 * LANES) == 0
+            and rotation.cos.shape[-1] == head_dim
+            and (norm_weight is None or norm_weight.dtype is torch.float32)
+        )
+        if not fits:
+            return super().rotate_and_store(
+                qkv,
+                kv_cache,
+                rotation,
+                slot_mapping,
+                num_heads=num_heads,
+                norm_weight=norm_weight,
+                eps=eps,
+                q=q,
+            )
+        out = qkv.new_empty(len(qkv), num_heads, head_dim) if q is None else q
+        cos, sin = rotation.cos.contiguous(), rotation.sin.contiguous()
+        self._kernels["rotate_and_store"](
+            qkv.data_ptr(),
+            out.data_ptr(),
+            kv_cache.data_ptr(),
+            slot_mapping.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            0 if norm_weight is None else norm_weight.data_ptr(),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            eps,
+            len(qkv),
+            threads_for(qkv.nbytes),
+        )
+        return out
+
+    def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        size = gate_up.shape[1] // 2
+        fits = gate_up.dtype is torch.float32 and gate_up.is_contiguous() and size % LANES == 0
+        if activation != "silu" or not fits:
+            return super().gated_activation(gate_up, activation)
+        out = gate_up.new_empty(len(gate_up), size)
+        self._kernels["gated_silu"](
+            gate_up.data_ptr(), out.data_ptr(), size, len(out), threads_for(gate_up.nbytes)
+        )
+        return out
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        x.dtype == weight.dtype == torch.float32
+        and x.dim() == 2
+        and x.is_contiguous()
+        and x.shape[1] % LANES == 0
+    )
