@@ -32,7 +32,7 @@ class Missing(Exception):
     """A contestant cannot run here, and why."""
 
 
-def termgen_engine(model: Path, threads: int, quantization: str | None) -> Generate:
+def termgen_engine(model: Path, threads: int, quantization: str) -> Generate:
     from termgen import LLM, SamplingParams
 
     llm = LLM(
@@ -164,7 +164,7 @@ def need(*packages: str) -> None:
 
 
 CONTESTANTS: dict[str, Callable[[Path, int], Generate]] = {
-    "termgen float32": lambda model, threads: termgen_engine(model, threads, None),
+    "termgen float32": lambda model, threads: termgen_engine(model, threads, "none"),
     "termgen int8": lambda model, threads: termgen_engine(model, threads, "int8"),
     "transformers float32": transformers_model,
     "llama.cpp Q8_0": llama_cpp,

@@ -225,6 +225,7 @@ def weights_bytes(path: Path | None, size: int, config: EngineConfig, device: st
         if found is not None:
             digits, _, is_32 = found.groups()
             stored_bits = float(digits) + 0.6 if digits else 32.0 if is_32 else 16.0
-    is_wide = config.dtype == "float32" or (config.dtype == "auto" and device == "cpu")
-    bits = 9.0 if config.quantization == "int8" else 32.0 if is_wide else 16.0
+    is_open = config.dtype == "auto" and device == "cpu"
+    is_int8 = config.quantization == "int8" or (config.quantization == "auto" and is_open)
+    bits = 9.0 if is_int8 else 32.0 if config.dtype == "float32" or is_open else 16.0
     return int(size * bits / stored_bits)

@@ -227,6 +227,8 @@ class DeviceInfo:
     """CPU threads that run the model; 0 on a GPU."""
     num_cores: int = 0
     """Cores that this process may use."""
+    quantization: str | None = None
+    """How the weights are stored; None: in the dtype."""
 
 
 @dataclass(frozen=True, slots=True)

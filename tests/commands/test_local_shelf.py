@@ -135,14 +135,16 @@ async def test_what_is_gone_does_not_break_the_list(
     ("name", "config", "device", "share"),
     [
         ("x", {}, "cuda:0", 1.0),
-        ("x", {}, "cpu", 2.0),
+        ("x", {}, "cpu", 9 / 16),
+        ("x", {"quantization": "none"}, "cpu", 2.0),
+        ("x", {"dtype": "float32"}, "cpu", 2.0),
         ("x", {"dtype": "bfloat16"}, "cpu", 1.0),
         ("x", {"quantization": "int8"}, "cpu", 9 / 16),
         ("x.Q8_0.gguf", {}, "cuda:0", 16 / 8.6),
-        ("SmolLM2-135M-Instruct.Q4_1.gguf", {}, "cpu", 32 / 4.6),
-        ("model-f16.gguf", {}, "cpu", 2.0),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", {}, "cpu", 9 / 4.6),
+        ("model-f16.gguf", {}, "cpu", 9 / 16),
         ("model-BF16.gguf", {}, "cuda:0", 1.0),
-        ("model.F32.gguf", {}, "cpu", 1.0),
+        ("model.F32.gguf", {}, "cpu", 9 / 32),
         ("q4u1ck.gguf", {}, "cuda:0", 16 / 4.6),
     ],
 )
@@ -158,10 +160,10 @@ async def test_names_that_are_typed(machine: Path) -> None:
         "Qwen/Qwen3-0.6B",
         1_520_000_000,
         is_here=False,
-        needs_bytes=3_040_000_000,
+        needs_bytes=855_000_000,
     )
     needs = (await shelf.look_up("smollm2-1.7b-q4")).needs_bytes
-    assert needs == int(1_060_000_000 * 32 / 4.6)  # of the file that is to be fetched
+    assert needs == int(1_060_000_000 * 9 / 4.6)  # of the file that is to be fetched
     assert await shelf.look_up("org/new") == ModelChoice("org/new", "org/new", is_here=False)
     folder = put_folder(machine / "m")
     assert (await shelf.look_up("./m")).is_here and folder.is_dir()

@@ -197,7 +197,7 @@ def _describe(
         root=local.root,
         architecture=info.architecture,
         dtype=info.dtype,
-        quantization=config.quantization,
+        quantization=info.quantization,
         device=info.device,
         device_name=info.device_name,
         max_model_len=info.max_model_len,
