@@ -15,9 +15,17 @@ does not hold the GIL.
 
 from __future__ import annotations
 
+import platform
 from importlib.util import find_spec
+
+import torch
 
 
 def why_unusable() -> str:
     """The reason that these kernels cannot run here; empty when they can."""
-    return "" if find_spec("llvmlite") is not None else "the package llvmlite is not installed"
+    if find_spec("llvmlite") is None:
+        return "the package llvmlite is not installed"
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    if is_x86 and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return "the processor has no AVX2"  # nor instructions for 16-bit floats
+    return ""

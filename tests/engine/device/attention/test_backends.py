@@ -290,6 +290,15 @@ def test_a_cpu_without_llvm_gets_the_reference(monkeypatch: pytest.MonkeyPatch) 
         make_backend("native", shape)
 
 
+def test_an_old_processor_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionCase([(0, 1)]).shape
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert make_backend(None, shape)[0].name == "torch_reference"
+    with pytest.raises(ConfigError, match="native: the processor has no AVX2"):
+        make_backend("native", shape)
+
+
 def test_an_fp8_cache_is_refused_where_only_a_slow_backend_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
