@@ -51,7 +51,8 @@ def quantize_rows(rows: torch.Tensor) -> Quantized:
     """rows [n, columns] of any float type, finite; columns a multiple of BLOCK."""
     rows = rows.float()
     largest = rows.abs().amax(1)
-    exponent = torch.frexp(largest).exponent.clamp(min=-125)  # 2**exponent is above the largest
+    # Above the largest, or half of it: beyond these ends the power, or one over it, is no float32.
+    exponent = torch.frexp(largest).exponent.clamp(-125, 127)
     row_scale = torch.ldexp(torch.ones_like(largest), exponent)
     blocks = (rows * row_scale.reciprocal()[:, None]).view(len(rows), -1, BLOCK)
     low = blocks.amin(2).half()

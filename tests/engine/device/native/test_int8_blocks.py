@@ -37,7 +37,7 @@ def test_each_number_is_within_half_a_step_of_its_block() -> None:
     assert (error.mean() < 0.6 * step.mean()).all()
 
 
-@pytest.mark.parametrize("number", [0.0, 1.0, -3.5, 1e-30, -1e30, 1e-42])
+@pytest.mark.parametrize("number", [0.0, 1.0, -3.5, 1e-30, -1e30, 1e-42, 3.4e38, -1.8e38])
 def test_rows_of_one_number_stay_what_they_are(number: float) -> None:
     rows = torch.full((2, 64), number)
     rows[1] = 0.0

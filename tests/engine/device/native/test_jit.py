@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 
@@ -95,10 +96,7 @@ def test_numbers_reach_a_kernel() -> None:
     assert out.tolist() == [1.5] * 9
 
 
-def test_a_kernel_without_vectors_of_its_own_waits_for_no_lock() -> None:
-    """The GIL is free while a kernel runs."""
-    import threading
-
+def test_the_gil_is_free_while_a_kernel_runs() -> None:
     def emit(e: Emitter, arguments: Sequence[Value], first: Value, end: Value) -> None:
         (out,) = arguments
         with e.loop(first, end) as index:
