@@ -32,6 +32,7 @@ _MOST_ROWS = 48
 _CHUNK_NUMBERS = 2**20
 """Numbers widened at a time: a part of the weight that stays in cache."""
 _memory = threading.local()
+_precision = threading.Lock()
 
 
 class Int8Linear(nn.Module):
@@ -118,8 +119,9 @@ def _bfloat16_factors() -> Iterator[None]:
     """Products of float32 matrices round their factors to bfloat16, and sum in float32: some
     processors have matrix units for that."""
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before, settings.fp32_precision = settings.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
+    with _precision:  # the setting is the process's, and other engines may change it too
+        before, settings.fp32_precision = settings.fp32_precision, "bf16"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = before

@@ -72,6 +72,32 @@ def test_products_of_other_code_keep_their_precision() -> None:
     assert settings.fp32_precision == before
 
 
+def test_two_engines_leave_the_setting_as_it_was() -> None:
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    is_inside, may_end = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with int8._bfloat16_factors():
+            is_inside.set()
+            may_end.wait(10.0)
+
+    def second() -> None:
+        """Ends after the first, whether it may begin before that or not."""
+        with int8._bfloat16_factors():
+            threads[0].join(10.0)
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert is_inside.wait(10.0)
+    threads[1].start()
+    threads[1].join(0.1)
+    may_end.set()
+    for thread in threads:
+        thread.join(10.0)
+    assert settings.fp32_precision == before
+
+
 def test_rows_are_looked_up_in_the_quantized_matrix() -> None:
     spec = LinearSpec(16, 30, torch.float32, CPU, True)
     method = Int8Linear(spec)
