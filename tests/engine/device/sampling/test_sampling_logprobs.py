@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from termgen.engine.device.sampling.logprobs import gather_logprobs
 from termgen.engine.device.sampling.metadata import SamplingMetadata
 from termgen.engine.device.sampling.sampler import Sampler
 
@@ -42,3 +43,16 @@ def test_ranks_of_ties_and_small_vocabularies(make_meta: MakeMeta) -> None:
     assert logprobs.token_ids.shape == (1, 5)
     assert logprobs.ranks.tolist() == [1]
     assert float(logprobs.logprobs[0, 1:].exp().sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_of_equally_likely_tokens_the_lower_id_comes_first(device: str) -> None:
+    logits = torch.zeros(4, 3000, device=device)
+    logits[1, [7, 2999, 5, 1500]] = torch.tensor([2.0, 2.0, 3.0, 3.0], device=device)
+    logits[2] = torch.arange(3000, device=device)
+    logits[3] = torch.arange(3000, device=device).bfloat16()  # in which many are equal
+    ids = gather_logprobs(logits, torch.zeros(4, dtype=torch.int64, device=device), 6).token_ids
+    assert ids[0, 1:].tolist() == [0, 1, 2, 3, 4, 5]
+    assert ids[1, 1:].tolist() == [5, 1500, 7, 2999, 0, 1]
+    assert ids[2, 1:].tolist() == [2999, 2998, 2997, 2996, 2995, 2994]
+    assert ids[3, 1:].tolist() == logits[3].sort(descending=True, stable=True).indices[:6].tolist()
