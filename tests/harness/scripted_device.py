@@ -14,7 +14,8 @@ import numpy as np
 
 from termgen.engine.schedule.kv_cache import NULL_BLOCK
 from termgen.vocabulary.request import Request
-from termgen.vocabulary.step import CORRUPT_TOKEN, AddedRow, StepPlan, StepResult
+from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.step import CORRUPT_TOKEN, AddedRow, SamplingNeeds, StepPlan, StepResult
 from termgen.vocabulary.token_mask import RowMasks
 
 VOCAB = 40
@@ -35,6 +36,15 @@ def is_stop(request: Request | AddedRow, length: int, token: int) -> bool:
 
 def is_token(token: int | None) -> bool:
     return token is not None and token != CORRUPT_TOKEN
+
+
+def check_needs(needs: SamplingNeeds, params: SamplingParams) -> None:
+    """A step launches only what it is said to need: its rows must not need more."""
+    assert needs.penalties or not params.has_penalties
+    assert needs.min_tokens or not params.min_tokens
+    assert needs.edits or not params.edits_logits
+    most = -1 if needs.max_logprobs is None else needs.max_logprobs
+    assert most >= (-1 if params.logprobs is None else params.logprobs)
 
 
 class DeviceFailure(Exception):
@@ -83,6 +93,7 @@ class ScriptedDevice:
         for i, (slot, count) in enumerate(pairs):  # all writes precede all reads
             row = self.rows[slot]
             assert row is not None and row.epoch == plan.epochs[i], "a plan names a stale row"
+            check_needs(plan.sampling, row.params)
             if not self.finished[slot]:
                 assert self.num_computed[slot] == plan.num_computed[i]
                 self._write(slot, count, rubbish=fails)

@@ -144,6 +144,7 @@ class Schedule:
         free = [name for name in map(str, range(20)) if name not in in_use]
         max_tokens = int(rng.integers(1, self.max_tokens + 1))
         num_stops = int(rng.choice([0, 0, 1, 3, 12]))
+        count = len(self.driver.bearers)
         bearer = self.submit(
             str(rng.choice(free)),
             self.prompt(),
@@ -152,6 +153,8 @@ class Schedule:
             min_tokens=int(rng.integers(0, max_tokens + 1)) if rng.random() < 0.3 else 0,
             ignore_eos=bool(rng.random() < 0.3),
             logprobs=int(rng.integers(0, 3)) if rng.random() < 0.2 else None,
+            frequency_penalty=0.5 * (count % 3 == 0),
+            logit_bias={3: 1.0} if count % 5 == 0 else {},
             priority=int(rng.integers(-2, 3)),
             salt="salt" if rng.random() < 0.1 else None,
         )
