@@ -2,11 +2,15 @@
 
     python benchmarks/gpu_decode.py [--models NAME ...] [--parts decode job prefill start]
     python benchmarks/gpu_decode.py --option kv_cache_dtype=fp8
+    python benchmarks/gpu_decode.py --models qwen3-0.6b --parts sampling --batch-sizes 1 32 256
+    python benchmarks/gpu_decode.py --models qwen3-0.6b --parts job --sampling logprobs=5
 
 decode    time per step: prompts of 512 tokens, mean over 192 steps in which every row decodes
 job       256 requests of 100 to 1024 prompt and output tokens, drawn with seed 0: output tokens/s
 prefill   32 prompts of 2048 tokens, one output token each: prompt tokens/s
 start     birth of a process to its first token, with no kernel cached and with all
+sampling  decode with each kind of sampling, and its tokens/s in percent of those of plain sampling,
+          measured in turns with it; not run unless named
 
 Needs a CUDA device and no tokenizer. Each model runs in a process of its own. Those that vLLM was
 not measured with run when they are named. The weights of qwen3-30b-a3b leave an 80 GB device room
@@ -38,7 +42,27 @@ from termgen.vocabulary.events import EventRing, StepRecord
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
-PARTS = ("decode", "job", "prefill", "start")
+PARTS = ("decode", "job", "prefill", "start", "sampling")
+SAMPLING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "repetition_penalty 1.1": {"repetition_penalty": 1.1},
+    "presence + frequency": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "min_tokens": {"min_tokens": 300, "stop_token_ids": (7, 8, 9)},
+    "logit_bias (8 ids)": {"logit_bias": {1000 + 7 * i: 2.5 for i in range(8)}},
+    "logprobs 5": {"logprobs": 5},
+    "logprobs 20": {"logprobs": 20},
+    "all of these": {
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "min_tokens": 300,
+        "logit_bias": {1000 + 7 * i: 2.5 for i in range(8)},
+        "logprobs": 20,
+    },
+}
+SAMPLING_ROUNDS = 3
+LEAST_SHARE = 0.92
+"""Share of the tokens/s of plain sampling that each kind alone should reach."""
 PROMPT, STEPS, WARM_STEPS = 512, 192, 16
 VLLM = {  # vLLM 0.25.1 on one H100, same protocol: milliseconds per decode step by batch size
     "qwen3-0.6b": {1: 1.66, 8: 1.77, 32: 2.63, 128: 5.22, 256: 8.48},
@@ -52,9 +76,16 @@ VLLM_PREFILL = {"qwen3-0.6b": 388e3, "llama-3.2-1b": 263e3, "llama-3.1-8b": 43.1
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(VLLM))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--sampling",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="sampling parameter of decode and job, such as repetition_penalty=1.1",
+    )
     parser.add_argument(
         "--option",
         action="append",
@@ -163,6 +194,23 @@ def decode_cell(engine: SyncEngine, batch: int, params: dict[str, Any]) -> dict[
     }
 
 
+def sampling_cells(
+    engine: SyncEngine, batches: list[int], params: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Each kind of sampling at each batch size, the median of some rounds; every kind once in each
+    round, since clocks change in the meantime."""
+    cells = []
+    for batch in batches:
+        runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in SAMPLING}
+        for kind in [*SAMPLING] * SAMPLING_ROUNDS:
+            gc.collect()
+            runs[kind].append(decode_cell(engine, batch, params | SAMPLING[kind]))
+        for kind, found in runs.items():
+            middle = sorted(found, key=lambda cell: cell["ms"])[len(found) // 2]
+            cells.append({**middle, "kind": kind})
+    return cells
+
+
 def job(engine: SyncEngine, params: dict[str, Any]) -> tuple[float, dict[str, float]]:
     """The 256-request job: output tokens per second, and its steps by graph mode."""
     rng = random.Random(0)
@@ -205,7 +253,7 @@ def profile(engine: SyncEngine, work: Callable[[], object]) -> None:
 
 
 def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    params = {"temperature": args.temperature}
+    params = {"temperature": args.temperature, **engine_options(args.sampling)}
     with tempfile.TemporaryDirectory() as folder:
         options = engine_options(args.option)
         engine, start_s = make_engine(name, Path(folder), options)
@@ -228,6 +276,8 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
             runs = [prefill(engine) for _ in range(3)]
             result["prefill"], result["prefill_graphs"] = max(runs, key=lambda run: run[0])
             result["vllm_prefill"] = VLLM_PREFILL.get(name)
+        if "sampling" in args.parts:
+            result["sampling"] = sampling_cells(engine, args.batch_sizes, params)
         if args.profile:
             profile_batch(engine, args.profile, params)
         if args.profile_prefill:
@@ -273,6 +323,24 @@ def print_starts(found: list[dict[str, Any]]) -> None:
         )
 
 
+def print_sampling(cells: list[dict[str, Any]]) -> None:
+    """A row for each kind, a column for each batch: ms/step, and percent of plain tokens/s."""
+    batches = list(dict.fromkeys(cell["batch"] for cell in cells))
+    found = {(cell["kind"], cell["batch"]): cell for cell in cells}
+    shares = {key: found["plain", key[1]]["ms"] / cell["ms"] for key, cell in found.items()}
+    heads = "".join(f"{f'{batch} rows':>18}" for batch in batches)
+    print(f"  {'ms/step, % of plain':24}{heads}  least  graphs")
+    for kind in SAMPLING:
+        cells_of = [found[kind, batch] for batch in batches]
+        columns = "".join(
+            f"{cell['ms']:10.3f}{100 * shares[kind, cell['batch']]:7.1f}%" for cell in cells_of
+        )
+        least = min(shares[kind, batch] for batch in batches)
+        graphs = min(cell["graph_share"] for cell in cells_of)
+        mark = " " if least >= LEAST_SHARE else "<"
+        print(f"  {kind:24}{columns}{100 * least:6.1f}%{mark}{100 * graphs:6.0f}%")
+
+
 def print_result(result: dict[str, Any]) -> None:
     started = f": started in {result['start_s']:.1f} s" if "start_s" in result else ""
     print(f"{result['model']}{started}")
@@ -285,6 +353,8 @@ def print_result(result: dict[str, Any]) -> None:
             f"{100 * c['floor_ms'] / c['ms']:10.0f}% {100 * c['graph_share']:6.0f}% "
             f"{c['schedule_us']:12.0f} {c['apply_us']:9.0f}"
         )
+    if "sampling" in result:
+        print_sampling(result["sampling"])
     for part, unit in (("job", "output tokens/s"), ("prefill", "prompt tokens/s")):
         if part in result:
             vllm = result[f"vllm_{part}"]
