@@ -79,9 +79,10 @@ class SamplingNeeds(NamedTuple):
     only. None: nothing."""
 
     @property
-    def is_simple(self) -> bool:
-        """True if the fused sampling kernels suffice, after any edits of single logits."""
-        return not (self.penalties or self.min_tokens or self.max_logprobs is not None)
+    def is_plain(self) -> bool:
+        """True if no row asks for more than a temperature."""
+        asks = self.filters or self.grammar or self.penalties or self.min_tokens or self.edits
+        return not asks and self.max_logprobs is None
 
 
 class StepPlan(NamedTuple):

@@ -19,13 +19,24 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "frequency_penalty": 0.5},
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 0.9, "logit_bias": {5: 3.0, 8: -9.0}, "allowed_token_ids": range(3, 300)},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": -0.4, "logprobs": 0},
+    {"temperature": 0.8, "min_p": 0.02, "frequency_penalty": 1.0, "logprobs": 20},
+    {"temperature": 1.1, "min_tokens": 1, "logit_bias": {9: 4.0}, "repetition_penalty": 1.1},
 ]
 
 
 def run_mixed_load(
-    engine: SyncEngine, seed: int, *, num_requests: int, longest_prompt: int, most_tokens: int
+    engine: SyncEngine,
+    seed: int,
+    *,
+    num_requests: int,
+    longest_prompt: int,
+    most_tokens: int,
+    tells_likeliest: bool = False,
 ) -> tuple[dict[str, list[int]], list[StepRecord]]:
-    """Return every request's tokens and every step. Checks the scheduler's integrity after each."""
+    """Return every request's tokens and every step. Checks the scheduler's integrity after each.
+    tells_likeliest: also the ranks and most likely tokens of the requests that ask for them, for
+    engines whose logits are the same to the bit."""
     rng = np.random.default_rng(seed)
     ring = engine.core.bus.subscribe()
     outputs: dict[str, list[int]] = {}
@@ -34,6 +45,9 @@ def run_mixed_load(
         for delta in engine.step():
             assert delta.error is None, delta.error
             outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+            for entry in delta.logprobs or () if tells_likeliest else ():
+                told = outputs.setdefault(f"{delta.request_id} likeliest", [])
+                told += [entry.rank, *(top[0] for top in entry.top)]
         engine.core.scheduler.check_integrity()
 
     for i in range(num_requests):

@@ -55,13 +55,19 @@ class Launch:
     num_late_compiles: int = 0
 
 
-class RecordedOutput:
-    """A step whose tokens need no copy: its CUDA graph writes them to host memory."""
+class HostRows(NamedTuple):
+    """Results of a step in memory of the host, there when the step has ended and reused later."""
 
-    def __init__(self, launch: Launch, tokens: IntArray) -> None:
-        """tokens: [padded rows], written when the step has ended."""
+    tokens: IntArray  # [num_rows]
+    logprobs: StepLogprobs | None = None
+
+
+class RecordedOutput:
+    """A step whose results need no copy: the device writes them to host memory."""
+
+    def __init__(self, launch: Launch, rows: HostRows) -> None:
         self._launch = launch
-        self._tokens = tokens
+        self._rows = rows
         start = launch.device_start
         self._device_end = start.clock.end() if start is not None else None
 
@@ -69,7 +75,11 @@ class RecordedOutput:
         """Wait for the end of the step, with the GIL released, and return numpy arrays."""
         if self._device_end is not None:
             self._device_end.synchronize()
-        return self._make_result(self._tokens, was_waited_for=self._device_end is not None)
+        tokens, kept = self._rows
+        logprobs = kept and StepLogprobs(
+            kept.token_ids.copy(), kept.logprobs.copy(), kept.ranks.copy()
+        )
+        return self._make_result(tokens, logprobs, was_waited_for=self._device_end is not None)
 
     def _make_result(
         self,
@@ -123,7 +133,7 @@ class AsyncOutput(RecordedOutput):
         self._tensors = tensors
         self._host = tensors.all()
         self._event: torch.cuda.Event | None = None
-        super().__init__(launch, np.zeros(0, np.int32))
+        super().__init__(launch, HostRows(np.zeros(0, np.int32)))
         if copy_stream is None:
             return
         compute = torch.cuda.current_stream()

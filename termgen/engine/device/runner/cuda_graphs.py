@@ -2,10 +2,10 @@
 
 Skip on a first reading: a replayed step computes what `ModelRunner` launches op by op.
 
-A full graph has input preparation, the model, sampling, the state update and the push of the tokens
-to a ring; all read their lengths and rows from device memory. Replaying a step with the rows of the
-previous step uploads nothing. Steps whose sampling is unusual, or waits for masks, have graphs that
-end with hidden states.
+A full graph has input preparation, the model, sampling, the state update and the push of tokens and
+log-probabilities to a ring; all read their lengths and rows, and what a row asks for, from device
+memory. Replaying a step with the rows of the previous step uploads nothing. Steps whose sampling
+waits for masks have graphs that end with hidden states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from termgen.engine.device.runner.async_output import StepTensors
+from termgen.engine.device.runner.async_output import HostRows, StepTensors
 from termgen.engine.device.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
@@ -33,8 +33,7 @@ from termgen.engine.device.runner.dispatch import (
 from termgen.engine.device.runner.input_batch import InputBatch, RowHeader
 from termgen.engine.device.runner.memory import is_out_of_memory
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs, Recorder
-from termgen.engine.device.sampling.sampler import TokenRing
-from termgen.vocabulary.request import IntArray
+from termgen.engine.device.sampling.token_ring import TokenRing
 from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, GraphStatus, StepPlan
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -325,10 +324,10 @@ class FullGraphs:
         with self._rehearsing():
             self.run_padding(descriptor)
 
-    def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> StepTensors | IntArray:
-        """Run a recorded step. Returns where its tokens [rows] will be; see `pushed`."""
+    def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> StepTensors | HostRows:
+        """Run a recorded step. Returns where its results will be; see `pushed`."""
         self._replay(descriptor, plan)
-        return self.pushed(plan.num_rows)
+        return self.pushed(plan)
 
     def replay_model(
         self, descriptor: BatchDescriptor, plan: StepPlan
@@ -357,14 +356,17 @@ class FullGraphs:
         self._replays[sampling]()
         return True
 
-    def pushed(self, num_rows: int) -> StepTensors | IntArray:
-        """The tokens [num_rows] that the last launched step pushes to the ring, valid for RING_SIZE
-        steps: in host memory if mapped, else on the device."""
-        row = self._next_ring_row
+    def pushed(self, plan: StepPlan) -> StepTensors | HostRows:
+        """What the last launched step pushes to the ring, valid for RING_SIZE steps: in host memory
+        if mapped, else on the device."""
+        row, ring, num_rows = self._next_ring_row, self.ring, plan.num_rows
         self._next_ring_row = (row + 1) % RING_SIZE
-        if self.ring.host is None:
-            return StepTensors(self.ring.tokens[row, :num_rows])
-        return self.ring.host[row, :num_rows]
+        most = plan.sampling.max_logprobs
+        if ring.host is None:
+            logprobs = None if most is None else ring.device_logprobs(row, num_rows, most)
+            return StepTensors(ring.tokens[row, :num_rows], logprobs)
+        kept = None if most is None else ring.host_logprobs(row, num_rows, most)
+        return HostRows(ring.host[row, :num_rows], kept)
 
     def replay_pieces(self, size: int, plan: StepPlan) -> tuple[InputBatch, torch.Tensor]:
         """Run the model on a step; see `PiecewiseGraphs.replay`."""

@@ -18,7 +18,7 @@ from termgen.vocabulary.step import SamplingNeeds
 class GraphMode(enum.StrEnum):
     FULL = "FULL"
     """The whole step is one graph: inputs, model, sampling, state update; without the last two if
-    sampling is unusual or waits for masks."""
+    sampling waits for masks."""
     PIECEWISE = "PIECEWISE"
     """Inputs and model are graphs with attention between them; sampling is launched after them."""
     NONE = "NONE"
@@ -30,27 +30,22 @@ class SamplingVariant(enum.StrEnum):
 
     PLAIN = "plain"
     """Greedy rows and rows with a temperature."""
-    FILTERED = "filtered"
-    """The same, and rows with top-k, top-p or min-p."""
+    ANY = "any"
+    """Rows with anything but a grammar. Each costs what it asks for; but a plain step would take a
+    few launches more."""
     OUTSIDE = "outside"
     """No sampling: the graph ends with hidden states, and sampling is launched after it."""
     MASKED = "masked"
-    """Sampling only, for a step of the OUTSIDE graph, with constrained rows and filters."""
+    """Sampling only, for a step of the OUTSIDE graph, with constrained rows; log-probabilities are
+    left out, as they are of logits without masks."""
 
 
 def variant_of(needs: SamplingNeeds) -> SamplingVariant:
     """The sampling of the recordings that fit."""
-    if needs.grammar or needs.edits or not needs.is_simple:
+    if needs.grammar:
         return SamplingVariant.OUTSIDE
-    return SamplingVariant.FILTERED if needs.filters else SamplingVariant.PLAIN
+    return SamplingVariant.PLAIN if needs.is_plain else SamplingVariant.ANY
 
-
-NEEDS = {
-    SamplingVariant.PLAIN: SamplingNeeds(),
-    SamplingVariant.FILTERED: SamplingNeeds(filters=True),
-    SamplingVariant.MASKED: SamplingNeeds(filters=True, grammar=True),
-}
-"""Sampler features of the recordings that sample."""
 
 EVERYTHING = SamplingNeeds(
     filters=True,
@@ -61,6 +56,13 @@ EVERYTHING = SamplingNeeds(
     max_logprobs=MAX_LOGPROBS,
 )
 """All sampler features at once."""
+
+NEEDS = {
+    SamplingVariant.PLAIN: SamplingNeeds(),
+    SamplingVariant.ANY: EVERYTHING._replace(grammar=False),
+    SamplingVariant.MASKED: EVERYTHING._replace(max_logprobs=None),
+}
+"""Sampler features of the recordings that sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +165,10 @@ class CudaGraphDispatcher:
 
     def descriptors(self) -> list[BatchDescriptor]:
         """Every recording of a whole step, the largest first: later ones fit into its memory."""
-        plain, filtered, outside, masked = SamplingVariant
-        found = [self._decode(size, v) for size in self.sizes for v in (plain, filtered)]
+        plain, unusual, outside, masked = SamplingVariant
+        found = [self._decode(size, v) for size in self.sizes for v in (plain, unusual)]
         found += [self._decode(size, v) for size in self.split_sizes for v in (outside, masked)]
-        found += [self._mixed(s, v) for s in self.mixed for v in (plain, filtered, outside)]
+        found += [self._mixed(s, v) for s in self.mixed for v in (plain, unusual, outside)]
         return sorted(found, key=lambda d: (-d.num_tokens, -d.num_rows))
 
     def largest(self) -> CudaGraphDispatcher:

@@ -30,6 +30,7 @@ from termgen.engine.device.models.transformers_backend import TransformersDecode
 from termgen.engine.device.runner.async_output import (
     AsyncOutput,
     DeviceClock,
+    HostRows,
     Launch,
     RecordedOutput,
     StepTensors,
@@ -54,8 +55,9 @@ from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers, R
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logprobs
-from termgen.engine.device.sampling.sampler import Sampler, TokenRing
-from termgen.vocabulary.request import IntArray
+from termgen.engine.device.sampling.sampler import Sampler
+from termgen.engine.device.sampling.token_ring import TokenRing
+from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 from termgen.vocabulary.step import SamplingNeeds, StepPlan, StepResult
 from termgen.vocabulary.token_mask import RowMasks
 
@@ -126,6 +128,7 @@ class ModelRunner:
         self.debug = debug
         self.sampler = Sampler()
         self.fused_sampler: FusedSampler | None = None
+        self._gather = gather_logprobs
         if not why_unusable(device):
             self.use_fused_sampler(max_num_seqs)
         self.kv_caches: list[torch.Tensor] = []
@@ -154,12 +157,13 @@ class ModelRunner:
         )
 
     def use_fused_sampler(self, max_num_seqs: int) -> None:
-        """Sample with kernels where they support the features."""
+        """Sample with kernels."""
         from termgen.engine.device.kernels.sampling.fused import FusedSampler
 
         self.fused_sampler = FusedSampler(
             max_rows=max_num_seqs, vocab_size=self.config.vocab_size, device=self.device
         )
+        self._gather = self.fused_sampler.gather_logprobs
 
     @property
     def uses_kernels(self) -> bool:
@@ -236,7 +240,13 @@ class ModelRunner:
         )
         # Only termgen's kernels can write to host memory.
         is_mapped = self.state.fused and self.device.type == "cuda"
-        ring = TokenRing(RING_SIZE, max(size, pad_row), self.device, is_mapped=is_mapped)
+        ring = TokenRing(
+            RING_SIZE,
+            max(size, pad_row),
+            self.device,
+            num_logprobs=min(MAX_LOGPROBS, self.state.vocab_size),
+            is_mapped=is_mapped,
+        )
         check = None
         if self.debug:
             tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces, hidden)
@@ -261,6 +271,9 @@ class ModelRunner:
         for layer, cache in enumerate(self.kv_caches):
             yield f"kv_caches[{layer}]", cache
         yield from tensors_of("state", self.state)
+        yield from tensors_of("state.edits", self.state.edits)
+        if self.fused_sampler is not None:
+            yield from tensors_of("fused_sampler", self.fused_sampler)
         yield from tensors_of("buffers", self.buffers)
         yield from tensors_of("header", header)
         yield from tensors_of("pieces", pieces)
@@ -328,7 +341,9 @@ class ModelRunner:
         span_ns = (began_ns, time.perf_counter_ns()) if is_timed else (0, 0)
         if not plan.prompt_spans:
             return ModelOutput(batch.slots, batch.num_tokens, hidden, span_ns=span_ns)
-        of_prompts = prompt_logprobs(plan, hidden, self.state, self.model.compute_logits)
+        of_prompts = prompt_logprobs(
+            plan, hidden, self.state, self.model.compute_logits, self._gather
+        )
         hidden = batch.last_tokens(hidden)
         return ModelOutput(batch.slots, batch.num_tokens, hidden, of_prompts, span_ns)
 
@@ -339,36 +354,31 @@ class ModelRunner:
         with torch.inference_mode(), self.watch_compiles():
             num_tokens = output.num_tokens
             if masks is not None:
-                self.state.set_masks(plan, masks, by_kernels=self._kernels_for(needs) is not None)
+                self.state.set_masks(plan, masks, by_kernels=self.fused_sampler is not None)
                 if len(masks.late):  # short of its newest token, a row samples nothing
                     is_late = np.zeros(plan.num_rows, np.int64)
                     is_late[masks.late] = 1
                     num_tokens = num_tokens - self.state.upload(is_late)
-                elif needs.is_simple and not needs.edits:
+                elif needs.max_logprobs is None:
                     # Fast path, skip on a first reading: sampling with masks is recorded too.
                     if self.graphs.replay_sampling(launch.dispatch):
-                        return self._land(launch, self.graphs.pushed(plan.num_rows))
+                        return self._land(launch, self.graphs.pushed(plan))
             of_prompts = output.prompt_logprobs
-            is_plain = needs.is_simple and of_prompts is None
-            ring = self.graphs.ring if is_plain else None  # tokens alone need no copy
+            ring = self.graphs.ring if of_prompts is None else None  # which needs no copy
             logits = self.model.compute_logits(output.hidden)
             sampled = self._sample(output.slots, num_tokens, logits, needs, ring)
-        if is_plain:
-            return self._land(launch, self.graphs.pushed(plan.num_rows))
+        if ring is not None:
+            return self._land(launch, self.graphs.pushed(plan))
         return self._land(launch, replace(sampled, prompt_logprobs=of_prompts))
 
-    def _land(self, launch: Launch, results: StepTensors | IntArray) -> RecordedOutput:
-        """The output of a completely launched step. results: tensors to copy, or tokens [B] that
-        the device writes to host memory."""
+    def _land(self, launch: Launch, results: StepTensors | HostRows) -> RecordedOutput:
+        """The output of a completely launched step. results: tensors to copy, or what the device
+        writes to host memory."""
         launch.num_late_compiles = self.num_late_compiles
         if not isinstance(results, StepTensors):
             return RecordedOutput(launch, results)
         with torch.inference_mode():
             return AsyncOutput(launch, results, self._copy_stream)
-
-    def _kernels_for(self, needs: SamplingNeeds) -> FusedSampler | None:
-        """The kernels that sample with these needs; None if `sampler` must."""
-        return self.fused_sampler if needs.is_simple else None
 
     def step_on_device(
         self,
@@ -416,18 +426,19 @@ class ModelRunner:
         needs: SamplingNeeds,
         ring: TokenRing | None,
     ) -> StepTensors:
-        """Sampling and state update."""
-        logprobs = None
-        kernels = self._kernels_for(needs)
-        if kernels is None:
-            meta = self.state.sampling_metadata(slots, num_tokens, needs)
+        """Sampling and state update. Kernels with a ring leave log-probabilities there alone."""
+        state = self.state
+        if self.fused_sampler is None:
+            meta = state.sampling_metadata(slots, num_tokens, needs)
             output = self.sampler(logits.float(), meta)
-            token_ids, logprobs = output.token_ids, output.logprobs
+            ids, logprobs = output.token_ids, output.logprobs
         else:  # fast path, skip on a first reading: the same draws in a few kernels
-            if needs.edits:
-                logits = self.state.edit_logits(slots, logits)
-            token_ids = kernels(logits, slots, num_tokens, self.state, needs)
-        return StepTensors(self.state.append_sampled(slots, num_tokens, token_ids, ring), logprobs)
+            ids, logprobs = self.fused_sampler(logits, slots, num_tokens, state, needs, ring)
+        counts = ring is None or not needs.is_plain  # which compiles fewer kernels than all cases
+        tokens = state.append_sampled(
+            slots, num_tokens, ids, ring, logprobs=logprobs, has_penalties=counts
+        )
+        return StepTensors(tokens, logprobs)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] logits of each row's last token, in the model's type."""
@@ -446,6 +457,7 @@ def prompt_logprobs(
     hidden: torch.Tensor,  # [T, H]
     state: RequestState,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],  # [N, H] -> [N, V]
+    gather: Callable[[torch.Tensor, torch.Tensor, int], LogprobTensors] = gather_logprobs,
 ) -> LogprobTensors:
     """Log-probabilities of the prompt tokens behind those in the plan's spans, in their order.
 
@@ -462,8 +474,8 @@ def prompt_logprobs(
     indices, slots, positions = state.upload(np.concatenate(parts, axis=1).astype(np.int64))
     targets = state.token_ids[slots, positions].long()
     chunks = [
-        gather_logprobs(
-            compute_logits(hidden[indices[at : at + chunk_size]]).float(),
+        gather(
+            compute_logits(hidden[indices[at : at + chunk_size]]),
             targets[at : at + chunk_size],
             plan.max_prompt_logprobs,
         )

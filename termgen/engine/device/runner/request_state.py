@@ -14,10 +14,17 @@ import numpy as np
 import torch
 
 from termgen.engine.device.kernels import why_unusable
-from termgen.engine.device.sampling.logit_edits import LogitEditTables
-from termgen.engine.device.sampling.logit_edits import edit_logits as edit_gathered
-from termgen.engine.device.sampling.metadata import SamplingMetadata, TokenMasks
-from termgen.engine.device.sampling.sampler import TokenRing
+from termgen.engine.device.sampling.logit_edits import LogitEditTables, edit_logits
+from termgen.engine.device.sampling.logprobs import LogprobTensors
+from termgen.engine.device.sampling.metadata import (
+    COUNT_MASK,
+    HAS_EDITS,
+    HAS_PENALTIES,
+    PROMPT_BIT,
+    SamplingMetadata,
+    TokenMasks,
+)
+from termgen.engine.device.sampling.token_ring import TokenRing
 from termgen.vocabulary.sampling_params import MAX_STOP_TOKEN_IDS
 from termgen.vocabulary.step import AddedRow, SamplingNeeds, StepPlan
 from termgen.vocabulary.token_mask import RowMasks
@@ -51,11 +58,13 @@ class RequestState:
 
         self.token_ids = torch.zeros((rows, max_model_len), dtype=torch.int32, device=device)
         self.block_table = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)
-        self._integers, integers = columns(6, torch.int64)
+        self._integers, integers = columns(8, torch.int64)
         self.total_len, self.num_computed, self.prompt_len, *integers = integers
         """Known tokens (sampled ones included), tokens with KV, prompt tokens."""
-        self.limit, self.min_total, self.seeds = integers
-        """Maximum tokens; prompt + min_tokens, below which stop ids are suppressed; seeds."""
+        self.limit, self.min_total, self.seeds, self.num_logprobs, self.edit_kinds = integers
+        """Maximum tokens; prompt + min_tokens, below which stop ids are suppressed; seeds; most
+        likely tokens to report, -1 for nothing at all; bits of what changes the logits."""
+        self.num_logprobs.fill_(-1)
         self._reals, reals = columns(6, torch.float32)
         self.temperature, self.top_p, self.min_p, *reals = reals
         self.repetition_penalty, self.presence_penalty, self.frequency_penalty = reals
@@ -76,10 +85,10 @@ class RequestState:
         copy."""
         if self.fused and device.type == "cuda":
             self.host_masks = torch.zeros_like(self.token_masks, device="cpu").pin_memory()
-        self.output_counts: torch.Tensor | None = None  # [R, V] int32, once a penalty is asked for
-        self.prompt_mask: torch.Tensor | None = None  # [R, V] bool, likewise
-        self.edits: LogitEditTables | None = None
-        """Created when a request first has a logit bias, allowed ids or bad words."""
+        self.token_counts = zeros_if_used((rows, vocab_size), device)
+        """[R, V] int32 tokens of requests with penalties; see `metadata`."""
+        self.edits = LogitEditTables(rows, vocab_size, device)
+        """Logit biases, allowed ids and bad words."""
 
     def update(self, plan: StepPlan) -> None:
         """Update the rows to a plan: release, add, append blocks, in that order."""
@@ -129,8 +138,9 @@ class RequestState:
         """Inputs of the torch sampler, for steps that kernels do not sample."""
         output_counts = prompt_mask = None
         if needs.penalties:
-            assert self.output_counts is not None and self.prompt_mask is not None
-            output_counts, prompt_mask = self.output_counts[slots], self.prompt_mask[slots]
+            packed = self.token_counts[slots]
+            output_counts, prompt_mask = packed & COUNT_MASK, packed < 0
+        suppress_stop = self.total_len[slots] < self.min_total[slots]
         return SamplingMetadata(
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],
@@ -144,10 +154,11 @@ class RequestState:
             output_counts=output_counts,
             prompt_mask=prompt_mask,
             stop_token_ids=self.stop_ids[slots],
-            suppress_stop=self.total_len[slots] < self.min_total[slots],
+            suppress_stop=suppress_stop,
             needs=needs,
-            edit=partial(self.edit_logits, slots) if needs.edits else None,
+            edit=partial(self._edit_logits, slots) if needs.edits else None,
             token_masks=self.masks_of(slots) if needs.grammar else None,
+            may_hide=suppress_stop | (self.edit_kinds[slots] & HAS_EDITS > 0),
         )
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
@@ -168,6 +179,8 @@ class RequestState:
             [row.max_total_tokens for row in added],
             [row.num_prompt_tokens + row.params.min_tokens for row in added],
             [row.seed for row in added],
+            [-1 if p.logprobs is None else p.logprobs for p in params],
+            [HAS_PENALTIES * p.has_penalties | HAS_EDITS * p.edits_logits for p in params],
             [row.has_grammar for row in added],
             [p.top_k for p in params],
         ]
@@ -191,16 +204,10 @@ class RequestState:
         self.stop_ids.index_copy_(0, slots, uploaded[len(integers) :].T)
         self.finished.index_fill_(0, slots, False)
         self._write_tokens(added)
-        if self.output_counts is None and any(p.has_penalties for p in params):
-            self.make_penalty_tables()
         for row in added:
             if row.params.has_penalties:
                 self._count_tokens(row)
-        if self.edits is None and any(p.edits_logits for p in params):
-            self.make_edit_tables()
-        if self.edits is not None:
-            for row in added:
-                self.edits.take_over(row)
+            self.edits.take_over(row)
 
     def _write_tokens(self, added: Sequence[AddedRow]) -> None:
         width = self.token_ids.shape[1]
@@ -210,39 +217,16 @@ class RequestState:
             0, self.upload(np.concatenate(places)), self.upload(tokens)
         )
 
-    def make_penalty_tables(self) -> None:
-        # Gigabytes for a large vocabulary and many slots, so only once a request asks.
-        shape = (len(self.total_len), self.vocab_size)
-        self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        self.prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self.device)
-
-    def make_edit_tables(self) -> None:
-        self.edits = LogitEditTables(len(self.total_len), self.vocab_size, self.device)
-
-    def edit_logits(self, slots: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """New logits [B, V] of the same type, where rows have edits; slots [B] int64."""
-        tables, tokens = self.edits, self.token_ids
-        assert tables is not None
+    def _edit_logits(self, slots: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """New logits [B, V] float32, where rows have edits; slots [B] int64."""
         lengths = {"total_len": self.total_len, "prompt_len": self.prompt_len}
-        if self.fused:
-            from termgen.engine.device.kernels.sampling.edit_logits import edit_logits
-
-            return edit_logits(logits, slots, tables, token_ids=tokens, **lengths)
-        edits = tables.gather(slots, token_ids=tokens, **lengths)
-        return edit_gathered(logits.float(), edits).to(logits.dtype)
-
-    def drop_tables(self) -> None:
-        """Drop the tables of penalties and of logit edits."""
-        self.output_counts = self.prompt_mask = self.edits = None
+        return edit_logits(logits, self.edits.gather(slots, token_ids=self.token_ids, **lengths))
 
     def _count_tokens(self, row: AddedRow) -> None:
-        assert self.output_counts is not None and self.prompt_mask is not None
-        tokens = self.upload(row.token_ids).long()
+        """Count the tokens of a row that has just been written."""
+        tokens = self.token_ids[row.slot, : len(row.token_ids)].long()
         prompt, output = tokens[: row.num_prompt_tokens], tokens[row.num_prompt_tokens :]
-        self.prompt_mask[row.slot] = False
-        self.prompt_mask[row.slot].index_fill_(0, prompt, True)
-        counts = self.output_counts[row.slot]
-        counts.zero_()
+        counts = self.token_counts[row.slot].zero_().index_fill_(0, prompt, PROMPT_BIT)
         counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def append_sampled(
@@ -251,16 +235,20 @@ class RequestState:
         num_tokens: torch.Tensor,  # [B] int64
         sampled: torch.Tensor,  # [B] int64
         ring: TokenRing | None = None,
+        *,
+        logprobs: LogprobTensors | None = None,
+        has_penalties: bool = True,
     ) -> torch.Tensor:  # [B] int32
-        """Store a step's samples and count its tokens as computed.
+        """Store a step's samples and count its tokens as computed. has_penalties: some row may have
+        any. logprobs: to be pushed to the ring with the tokens.
 
         Returns the tokens, and pushes them to the ring: -1 for a row whose sample does not count,
         because it has not computed its newest token yet or was finished before. A row that sampled
-        CORRUPT_TOKEN is finished, and that is what it returns. Steps with a ring hold no row with
-        penalties, so nothing is counted for them.
+        CORRUPT_TOKEN is finished, and that is what it returns.
         """
         if self.fused:
-            return self._append_fused(slots, num_tokens, sampled, ring)
+            assert ring is None or logprobs is None, "kernels write them where they belong"
+            return self._append_fused(slots, num_tokens, sampled, ring, has_penalties)
         total = self.total_len[slots]
         computed = self.num_computed[slots] + num_tokens
         takes = (computed >= total) & ~self.finished[slots]
@@ -277,12 +265,12 @@ class RequestState:
         self.finished[slots] |= takes & stopped
         self.total_len[slots] = total
         self.num_computed[slots] = computed
-        if self.output_counts is not None and ring is None:
-            counts = (takes & ~is_corrupt).to(torch.int32)
-            self.output_counts.index_put_((slots, known), counts, accumulate=True)
+        if has_penalties:
+            counts = takes & ~is_corrupt & (self.edit_kinds[slots] & HAS_PENALTIES > 0)
+            self.token_counts.index_put_((slots, known), counts.to(torch.int32), accumulate=True)
         tokens = torch.where(takes, sampled, -1).to(torch.int32)
         if ring is not None:
-            ring.push(tokens)
+            ring.push(tokens, logprobs)
         return tokens
 
     def _append_fused(
@@ -291,6 +279,7 @@ class RequestState:
         num_tokens: torch.Tensor,
         sampled: torch.Tensor,
         ring: TokenRing | None,
+        has_penalties: bool,
     ) -> torch.Tensor:
         """Fast path, skip on a first reading: the same in one kernel."""
         from termgen.engine.device.kernels.rows.step_ends import append_sampled
@@ -306,6 +295,14 @@ class RequestState:
             limit=self.limit,
             finished=self.finished,
             stop_ids=self.stop_ids,
-            output_counts=self.output_counts if ring is None else None,
+            edit_kinds=self.edit_kinds if has_penalties else None,
+            token_counts=self.token_counts,
             ring=ring,
         )
+
+
+def zeros_if_used(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 zeros that take a CPU's memory only where they are written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+    return torch.from_numpy(np.zeros(shape, np.int32))

@@ -34,8 +34,8 @@ Progress = Callable[[str, float], None]
 class LightSleep:
     """Level 1: no KV cache and no recordings; a GPU's weights move to main memory.
 
-    The runner stays, with its request rows and work buffers. On a CPU the weights stay too, as
-    there is no other memory for them.
+    The runner stays, with its request rows and work buffers, except for a GPU's tables of rows
+    times vocabulary. On a CPU the weights stay too, as there is no other memory for them.
     """
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, info: DeviceInfo) -> None:
@@ -46,6 +46,7 @@ class LightSleep:
         self._dispatcher = runner.graphs.dispatcher
         asleep = self._graphs_asleep()  # may fail, so do it before anything has changed
         self._weights = OffloadedWeights(runner.model) if runner.device.type == "cuda" else None
+        self._drop_tables()
         runner.kv_caches, runner.graphs = [], asleep
 
     def give_back(self) -> None:
@@ -56,6 +57,9 @@ class LightSleep:
             if self._weights is not None:
                 self._weights.restore(lambda done: on_progress(LOADING_WEIGHTS, done))
             on_progress(SIZING_CACHE, 0.0)
+            for tensor in sampling_tables(self._runner):
+                tensor.untyped_storage().resize_(tensor.nbytes)
+                tensor.zero_()  # a request that has run before is added anew, and counted
             self._runner.init_kv_cache(self._num_blocks)
             self._record(on_progress)
         except (RuntimeError, MemoryError) as error:
@@ -71,6 +75,11 @@ class LightSleep:
     def _drop(self) -> None:
         asleep = self._graphs_asleep()
         self._runner.kv_caches, self._runner.graphs = [], asleep
+        self._drop_tables()
+
+    def _drop_tables(self) -> None:
+        for tensor in sampling_tables(self._runner):
+            tensor.untyped_storage().resize_(0)
 
     def _graphs_asleep(self) -> FullGraphs:
         """An empty set of recordings, without a reference to the present KV cache."""
@@ -94,6 +103,14 @@ class LightSleep:
             in_background=self._config.capture_in_background,
         )
         run_largest_steps(runner)  # allocate again what the first real steps need
+
+
+def sampling_tables(runner: ModelRunner) -> list[torch.Tensor]:
+    """A GPU's tables that have a place for every token of every row."""
+    if runner.device.type != "cuda":
+        return []
+    sampler = runner.fused_sampler
+    return [runner.state.token_counts, *([sampler.edited] if sampler is not None else [])]
 
 
 class OffloadedWeights:

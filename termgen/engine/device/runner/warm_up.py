@@ -30,9 +30,8 @@ from termgen.engine.device.runner.dispatch import (
 from termgen.engine.device.runner.input_batch import InputBatch
 from termgen.engine.device.runner.model_runner import ModelRunner, UnsampledStep
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
-from termgen.engine.device.sampling.logit_edits import LogitEditTables
 from termgen.vocabulary.request import IntArray
-from termgen.vocabulary.step import SamplingNeeds, StepPlan
+from termgen.vocabulary.step import PromptSpan, SamplingNeeds, StepPlan
 from termgen.vocabulary.token_mask import RowMasks
 
 MOST_TOKENS = 2048
@@ -76,8 +75,6 @@ def size_classes(limit: int) -> list[int]:
 
 def warm_up_steps(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> Iterator[Step]:
     """One step of every kind that can reach a variant of its own."""
-    yield partial(_append_with_counts, runner)
-    yield partial(_edit_logits, runner)
     yield from _expert_steps(runner)
     graphs = runner.make_graphs(dispatcher)
     yield from _recorded_steps(graphs, dispatcher)
@@ -89,6 +86,9 @@ def warm_up_steps(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> Itera
             yield partial(_execute, runner, [1] * num_rows)
             yield partial(_execute, runner, [1] * num_rows, filters=True)
     yield partial(_execute, runner, [1], logprobs=True)
+    yield partial(_execute, runner, [1], logprobs=True, filters=True)  # of logits before masks
+    if min(len(runner.buffers.input_ids), runner.max_model_len) > 1:
+        yield partial(_execute, runner, [2], of_prompts=True)
     yield from _prompt_steps(runner)
 
 
@@ -146,17 +146,21 @@ def _prompt_steps(runner: ModelRunner) -> Iterator[Step]:
         yield partial(_execute, runner, [1, 2], filters=True)
 
 
-def _execute(
-    runner: ModelRunner, num_tokens: list[int], *, filters: bool = False, logprobs: bool = False
-) -> None:
+def _execute(runner: ModelRunner, num_tokens: list[int], **needs: bool) -> None:
     """A step that is not recorded, over rows that belong to no request."""
-    step = runner.execute(_plan(num_tokens, filters=filters, logprobs=logprobs))
+    step = runner.execute(_plan(num_tokens, **needs))
     if isinstance(step, UnsampledStep):
         step = step.sample(_unused_mask(runner.state.vocab_size))
     step.result()
 
 
-def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool) -> StepPlan:
+def _plan(
+    num_tokens: list[int],
+    *,
+    filters: bool = False,
+    logprobs: bool = False,
+    of_prompts: bool = False,
+) -> StepPlan:
     nothing: IntArray = np.zeros(0, np.int32)
     none_each = np.zeros(len(num_tokens), np.int32)
     return StepPlan(
@@ -175,10 +179,10 @@ def _plan(num_tokens: list[int], *, filters: bool, logprobs: bool) -> StepPlan:
         sampling=SamplingNeeds(
             filters=filters,
             grammar=filters,
-            min_tokens=logprobs,
             max_logprobs=1 if logprobs else None,
         ),
         constrained=_FIRST_ROW if filters else None,
+        prompt_spans=(PromptSpan(0, 0, 1),) if of_prompts else (),
     )
 
 
@@ -186,32 +190,6 @@ def _unused_mask(vocab_size: int) -> RowMasks:
     """The mask of a row without a grammar, which is never read."""
     bits = np.zeros(-(-vocab_size // 32), np.int32)
     return RowMasks(_FIRST_ROW, (bits,), late=_FIRST_ROW[:0])
-
-
-def _edit_logits(runner: ModelRunner) -> None:
-    """Logits as the model makes them, and as the sampler takes them where kernels do not sample."""
-    state = runner.state
-    slots = torch.zeros(1, dtype=torch.int64, device=runner.device)
-    tables = state.edits
-    state.edits = LogitEditTables(1, state.vocab_size, runner.device)
-    try:
-        for dtype in {runner.dtype, torch.float32}:
-            logits = torch.zeros((1, state.vocab_size), dtype=dtype, device=runner.device)
-            state.edit_logits(slots, logits)
-    finally:
-        state.edits = tables
-
-
-def _append_with_counts(runner: ModelRunner) -> None:
-    """The end of a step with penalties, without their tables of gigabytes."""
-    state = runner.state
-    zero = torch.zeros(1, dtype=torch.int64, device=runner.device)
-    tables = state.output_counts
-    state.output_counts = torch.zeros((1, state.vocab_size), dtype=torch.int32, device=state.device)
-    try:
-        state.append_sampled(zero, zero, zero)
-    finally:
-        state.output_counts = tables
 
 
 # The largest steps, whose memory is measured before the KV cache is sized. They have no requests
@@ -273,10 +251,8 @@ def heaviest_run(runner: ModelRunner) -> None:
         max_query_len=tokens_per_row,
         max_seq_len=tokens_per_row,
     )
-    state.make_penalty_tables()
-    state.make_edit_tables()
-    try:
-        metadata = state.sampling_metadata(slots, batch.num_tokens, EVERYTHING)
-        runner.sampler(runner.forward(batch).float(), metadata)
-    finally:
-        state.drop_tables()
+    logits = runner.forward(batch)
+    if runner.fused_sampler is not None:
+        runner.fused_sampler(logits, slots, batch.num_tokens, state, EVERYTHING)
+    else:
+        runner.sampler(logits.float(), state.sampling_metadata(slots, batch.num_tokens, EVERYTHING))

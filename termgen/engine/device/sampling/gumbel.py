@@ -159,16 +159,16 @@ def gumbel_argmax(
 
 
 def mark_corrupt(
-    token_ids: torch.Tensor, logits: torch.Tensor, *, may_be_empty: bool
+    token_ids: torch.Tensor, logits: torch.Tensor, *, may_be_empty: torch.Tensor | bool
 ) -> torch.Tensor:
     """The drawn ids [B], with CORRUPT_TOKEN in the rows whose logits [B, V] are not numbers.
 
     A NaN or +inf wins its row, so the drawn logit tells. A row of nothing but -inf is corrupt too,
-    unless masks may have left it nothing to draw (may_be_empty).
+    unless masks may have left it nothing to draw (may_be_empty, of all rows or of each [B]).
     """
     drawn = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    is_corrupt = drawn.isnan() | (drawn == torch.inf) if may_be_empty else ~drawn.isfinite()
-    return token_ids.masked_fill(is_corrupt, CORRUPT_TOKEN)
+    is_number = drawn.isfinite() | ((drawn == -torch.inf) & may_be_empty)
+    return token_ids.masked_fill(~is_number, CORRUPT_TOKEN)
 
 
 def _argmax_of_few(

@@ -64,8 +64,7 @@ def _unpack(bits: torch.Tensor, size: int) -> torch.Tensor:
 class LogitEditTables:
     """Per-slot tables on the device: R rows, each neutral until a request with edits gets the slot.
 
-    A part of `RequestState`, made once a request asks for an edit, because most engines never see
-    one. Rows change only on the compute stream, as all request state does.
+    A part of `RequestState`. Rows change only on the compute stream, as all request state does.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
@@ -73,8 +72,9 @@ class LogitEditTables:
         self._edited: set[int] = set()
         """Slots whose rows are not neutral."""
         words = (rows, MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS)
-        self.counts = torch.zeros((rows, 2), dtype=torch.int32, device=device)
-        """[R, 2] number of biases and of bad words of each slot, at the front of its row."""
+        self.counts = torch.zeros((rows, 3), dtype=torch.int32, device=device)
+        """[R, 3] number of biases and of bad words of each slot, at the front of its row, and
+        whether only some ids are allowed."""
         self.bias_ids = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.int32, device=device)
         self.biases = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device)
         num_bytes = -(-vocab_size // 8)
@@ -101,7 +101,8 @@ class LogitEditTables:
         words = np.full(self.bad_words.shape[1:], NOTHING, np.int32)
         for i, sequence in enumerate(row.bad_token_ids):
             words[i, words.shape[1] - len(sequence) :] = sequence
-        counts = np.asarray((len(pairs), len(row.bad_token_ids)), np.int32)
+        is_limited = params.allowed_token_ids is not None
+        counts = np.asarray((len(pairs), len(row.bad_token_ids), is_limited), np.int32)
         self._write(self.counts, slot, counts)
         self._write(self.bias_ids, slot, bias_ids)
         self._write(self.biases, slot, biases)

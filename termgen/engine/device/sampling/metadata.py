@@ -15,6 +15,15 @@ import torch
 
 from termgen.vocabulary.step import SamplingNeeds
 
+HAS_PENALTIES = 1
+"""Bit of a slot's `edit_kinds`: its request has penalties."""
+HAS_EDITS = 2
+"""Likewise: a logit bias, allowed ids or bad words."""
+PROMPT_BIT = -(2**31)
+"""An entry of the table of counts, int32, is how often the request generated a token, and this bit
+if its prompt has the token."""
+COUNT_MASK = 2**31 - 1
+
 
 @dataclass(slots=True, kw_only=True)
 class SamplingMetadata:
@@ -52,6 +61,8 @@ class SamplingMetadata:
     """Logits [B, V] to new ones with allowed ids, biases and bad words; None: no row has any."""
     token_masks: TokenMasks | None = None
     """Masks of the rows under a grammar, if there may be any."""
+    may_hide: torch.Tensor | None = None
+    """[B] bool: rows in which `edit` or `min_tokens` may hide tokens; None: in none."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ Owns the order of operations, which is part of the output and pinned by a test:
 
 Log-probabilities are taken from the logits as they came. The runner calls this once per step with
 one row per token to draw; the host half never sees it. What no row of a step asks for is skipped
-whole, as `needs` of the metadata says. Recorded steps leave their tokens in a `TokenRing`.
+whole, as `needs` of the metadata says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from termgen.engine.device.sampling.gumbel import Stream, gumbel_argmax, mark_co
 from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logprobs
 from termgen.engine.device.sampling.metadata import SamplingMetadata, mask_tokens
 from termgen.engine.device.sampling.top_k_top_p import cut_threshold
-from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.sampling_params import GREEDY_EPSILON
 
 PART_LOGITS = 2**19
@@ -47,7 +46,7 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, meta: SamplingMetadata) -> SamplerOutput:
         """logits [B, V] float32; they are only read."""
         assert logits.dtype == torch.float32 and logits.dim() == 2, (logits.dtype, logits.shape)
-        drawn = self._draw(_process(logits, meta), meta)
+        drawn = self._draw(process_logits(logits, meta), meta)
         # Judged by the model's own logits: a tiny repetition penalty makes infinities of its own.
         token_ids = mark_corrupt(drawn, logits, may_be_empty=_may_be_empty(meta))
         if meta.needs.max_logprobs is None:
@@ -82,12 +81,14 @@ class Sampler:
         )
 
 
-def _may_be_empty(meta: SamplingMetadata) -> bool:
-    """True if masks may have hidden every token of some row."""
-    return meta.token_masks is not None or meta.edit is not None or meta.needs.min_tokens
+def _may_be_empty(meta: SamplingMetadata) -> torch.Tensor | bool:
+    """True for the rows, or for all, in which masks may have hidden every token."""
+    if meta.token_masks is not None:
+        return True
+    return False if meta.may_hide is None else meta.may_hide
 
 
-def _process(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
+def process_logits(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:
     """Edits that change the argmax too, so that greedy rows need them."""
     if meta.token_masks is not None:
         logits = mask_tokens(logits, meta.token_masks)
@@ -148,38 +149,3 @@ def mask_stop_tokens(
     masked = suppress.unsqueeze(1) & (largest >= 0)  # [B, 1]
     values = logits.gather(1, ids).masked_fill(masked, -torch.inf)
     return logits.scatter(1, ids, values)
-
-
-class TokenRing:
-    """The tokens of the last `num_steps` recorded steps, in rows of `size` written in turn.
-
-    Which row is next is device memory, so that a recorded step writes another one at each replay.
-    Where kernels do the writing, the rows themselves are the host's: once a step has ended its
-    tokens are there, with no copy to launch.
-    """
-
-    def __init__(
-        self, num_steps: int, size: int, device: torch.device, *, is_mapped: bool = False
-    ) -> None:
-        """is_mapped: the rows lie in memory of the host that kernels of a CUDA device can write."""
-        where = torch.device("cpu") if is_mapped else device
-        self.tokens = torch.full((num_steps, size), -1, dtype=torch.int32, device=where)
-        self.host: IntArray | None = None
-        """The rows, where the host sees them."""
-        if is_mapped:
-            self.tokens = self.tokens.pin_memory()
-        if where.type == "cpu":
-            self.host = self.tokens.numpy()
-        self.index = torch.zeros(1, dtype=torch.int64, device=device)
-        """The row that the next step writes."""
-        self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
-        """Count of the fused kernel: rows of its launch that are done. 0 between launches."""
-
-    def push(self, tokens: torch.Tensor) -> None:
-        """Write the tokens [B] int32 of a step."""
-        self.tokens[:, : len(tokens)].index_copy_(0, self.index, tokens[None])
-        self.index.add_(1).remainder_(len(self.tokens))
-
-    def restart(self) -> None:
-        """The next step writes the first row again."""
-        self.index.zero_()

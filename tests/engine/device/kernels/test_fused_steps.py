@@ -26,6 +26,9 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.8, "presence_penalty": 0.5},
     {"temperature": 0.9, "logit_bias": {7: 4.0, 99: -50.0}, "top_p": 0.8},
     {"temperature": 0.7, "allowed_token_ids": range(3, 60), "frequency_penalty": 0.5},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 5},
+    {"temperature": 1.0, "min_tokens": 4, "top_k": 40, "logprobs": 0},
+    {"temperature": 0.0, "logprobs": 20, "prompt_logprobs": 3},
 ]
 MAX_NUM_SEQS = 3
 
@@ -59,6 +62,7 @@ def make_engine(folder: Path, device: str, *, fused: bool) -> SyncEngine:
 
 
 def generate(engine: SyncEngine) -> dict[str, list[int]]:
+    """The tokens of each request, and the ranks and tokens of its log-probabilities."""
     rng = np.random.default_rng(4)
     outputs: dict[str, list[int]] = {}
     for i, kind in enumerate(KINDS):
@@ -69,6 +73,10 @@ def generate(engine: SyncEngine) -> dict[str, list[int]]:
         for delta in engine.step():
             assert delta.error is None, delta.error
             outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+            likeliest = outputs.setdefault(f"{delta.request_id} likeliest", [])
+            for entry in (*(delta.logprobs or ()), *(delta.prompt_logprobs or ())):
+                if entry is not None:
+                    likeliest += [entry.rank, *(top[0] for top in entry.top)]
     return outputs
 
 
@@ -78,5 +86,8 @@ def test_fused_steps_give_the_tokens_of_torch(
 ) -> None:
     folder = tiny_model_dir("llama")
     expected = generate(make_engine(folder, device, fused=False))
-    assert sorted(map(len, expected.values())) == [4, 5, 6, 7, 8, 9, 10]
+    lengths = {name: len(tokens) for name, tokens in expected.items()}
+    assert [lengths[str(i)] for i in range(len(KINDS))] == list(range(4, 4 + len(KINDS)))
+    told = [lengths[f"{i} likeliest"] for i in range(len(KINDS))]
+    assert told[-3:] == [11 * 6, 12, 13 * 21 + 13 * 4 + 1] and not any(told[:-3])
     assert generate(make_engine(folder, device, fused=True)) == expected

@@ -16,16 +16,23 @@ import torch
 
 from termgen.engine.device.runner.async_output import (
     AsyncOutput,
+    HostRows,
     Launch,
     RecordedOutput,
     StepTensors,
 )
 from termgen.engine.device.runner.dispatch import Dispatch, GraphMode
 from termgen.engine.device.runner.request_state import RequestState
-from termgen.engine.device.sampling.metadata import SamplingMetadata
+from termgen.engine.device.sampling.metadata import COUNT_MASK, SamplingMetadata
 from termgen.engine.device.sampling.sampler import Sampler
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import CORRUPT_TOKEN, AddedRow, SamplingNeeds, StepPlan
+from termgen.vocabulary.step import (
+    CORRUPT_TOKEN,
+    AddedRow,
+    SamplingNeeds,
+    StepLogprobs,
+    StepPlan,
+)
 
 
 def plan(num_rows: int, *, added: tuple[AddedRow, ...] = ()) -> StepPlan:
@@ -139,7 +146,6 @@ def test_penalties_of_the_next_step_count_the_token_that_no_host_has_seen() -> N
     logits[0, [5, 6, 7]] = torch.tensor([2.5, 2.0, 1.75])
     sampler, drawn = Sampler(), []
     for _ in range(6):  # six steps in flight
-        assert state.output_counts is not None and state.prompt_mask is not None
         metadata = SamplingMetadata(
             temperature=state.temperature[slots],
             top_k=state.top_k[slots],
@@ -150,8 +156,8 @@ def test_penalties_of_the_next_step_count_the_token_that_no_host_has_seen() -> N
             repetition_penalty=state.repetition_penalty[slots],
             presence_penalty=state.presence_penalty[slots],
             frequency_penalty=state.frequency_penalty[slots],
-            output_counts=state.output_counts[slots],
-            prompt_mask=state.prompt_mask[slots],
+            output_counts=state.token_counts[slots] & COUNT_MASK,
+            prompt_mask=state.token_counts[slots] < 0,
             stop_token_ids=state.stop_ids[slots],
             suppress_stop=state.total_len[slots] < state.min_total[slots],
             needs=SamplingNeeds(all_greedy=True, penalties=True),
@@ -166,6 +172,11 @@ def test_a_result_read_keeps_its_tokens_when_the_ring_comes_round() -> None:
     """A reader may be many steps behind: its result does not alias the ring's memory."""
     tokens = np.asarray([7, 8], np.int32)
     dispatch, decodes = Dispatch(GraphMode.FULL), plan(2)._replace(num_decode_rows=2)
-    result = RecordedOutput(Launch(decodes, dispatch, 0), tokens).result()
+    logprobs = StepLogprobs(np.full((2, 3), 5, np.int32), np.ones((2, 3), np.float32), tokens + 1)
+    result = RecordedOutput(Launch(decodes, dispatch, 0), HostRows(tokens, logprobs)).result()
     tokens[:] = 30
-    assert result.token_ids.tolist() == [7, 8]
+    for kept in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks):
+        kept[:] = 30
+    assert result.token_ids.tolist() == [7, 8] and result.logprobs is not None
+    assert result.logprobs.token_ids.tolist() == [[5] * 3] * 2
+    assert (result.logprobs.logprobs == 1).all() and result.logprobs.ranks.tolist() == [8, 9]

@@ -10,6 +10,7 @@ import torch
 from mixed_load import run_mixed_load
 
 from termgen.config import EngineConfig
+from termgen.engine.device.sampling.logprobs import gather_logprobs
 from termgen.engine.loop.engine import SyncEngine
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.request import GenerationRequest
@@ -154,14 +155,64 @@ def test_every_decode_batch_is_replayed(tiny_model_dir: ModelDir) -> None:
     assert all(r.graph_mode == "FULL" for r in decodes)
 
 
-def test_a_replayed_step_of_an_unchanged_batch_uploads_nothing(tiny_model_dir: ModelDir) -> None:
+UNUSUAL: list[dict[str, object]] = [
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.5, "frequency_penalty": -0.5, "top_p": 0.9},
+    {"min_tokens": 90, "stop_token_ids": (5, 6)},
+    {"logit_bias": {7: 3.0, 8: -100.0}},
+    {"allowed_token_ids": tuple(range(3, 200))},
+    {"logprobs": 0},
+    {"logprobs": 5, "repetition_penalty": 1.3},
+    {"logprobs": 20},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_steps_of_any_sampling_are_recorded_and_draw_what_eager_ones_do(
+    temperature: float, tiny_model_dir: ModelDir
+) -> None:
+    """Kernels against the torch sampler too: both engines have the same model, in float32."""
+    outputs = []
+    for kind in ("recorded", "eager", "torch"):
+        engine = make_engine(
+            tiny_model_dir("llama"), enforce_eager=kind != "recorded", debug=kind == "recorded"
+        )
+        runner = engine.core.executor._runner  # type: ignore[attr-defined]
+        if kind == "torch":
+            runner.fused_sampler, runner.state.fused = None, False
+            runner._gather = gather_logprobs
+            runner.graphs = runner.make_graphs(runner.graphs.dispatcher)
+        ring = engine.core.bus.subscribe()
+        for i, params in enumerate([*UNUSUAL, {}]):
+            prompt = tuple(range(3 + i, 9 + 2 * i))
+            add(engine, str(i), prompt, max_tokens=90, temperature=temperature, seed=i, **params)
+        told: dict[str, list[int]] = {}
+        while engine.has_unfinished:
+            for delta in engine.step():
+                assert delta.error is None, delta.error
+                told.setdefault(delta.request_id, []).extend(delta.token_ids)
+                for entry in delta.logprobs or ():
+                    assert entry.rank >= 1 and entry.logprob < 1e-4
+                    assert len(entry.top) == UNUSUAL[int(delta.request_id)]["logprobs"]
+        outputs.append(told)
+        steps = [r for r in ring.drain() if isinstance(r, StepRecord)]
+        modes = {r.graph_mode for r in steps}
+        assert modes == ({"FULL"} if kind == "recorded" else {"NONE"})
+        assert steps[-1].num_late_compiles == 0 or kind == "torch"
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.parametrize("params", [{}, *UNUSUAL, {"logprobs": 20, "frequency_penalty": 0.5}])
+def test_a_replayed_step_of_an_unchanged_batch_uploads_nothing(
+    params: dict[str, object], tiny_model_dir: ModelDir
+) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     # One block holds a whole sequence, so no step needs a new one. Two steps are in flight: the
     # profiler sees as many launches as steps.
     engine = make_engine(tiny_model_dir("llama"), block_size=128, run_ahead_ms=0)
     for i in range(5):
-        add(engine, str(i), (5, 6, 7), max_tokens=100, temperature=0.0)
+        add(engine, str(i), (5, 6, 7), max_tokens=100, temperature=0.0, **params)
     for _ in range(10):
         engine.step()
     torch.cuda.synchronize()
@@ -180,6 +231,6 @@ def test_a_replayed_step_of_an_unchanged_batch_uploads_nothing(tiny_model_dir: M
     }
     assert launches == 10, counts
     assert not others, others
-    # The graphs write each step's tokens to the host's memory themselves.
+    # The graphs write tokens and log-probabilities to the host's memory themselves.
     to_host = sum(n for name, n in counts.items() if "Memcpy" in name and "DtoH" in name)
     assert (to_host, counts.get("cudaMemcpyAsync", 0)) == (0, 0), counts

@@ -15,6 +15,8 @@ from termgen.engine.device.attention.torch_reference import TorchReferenceAttent
 from termgen.engine.device.loader import load_model_config
 from termgen.engine.device.runner.build import choose_graphs
 from termgen.engine.device.runner.dispatch import (
+    EVERYTHING,
+    NEEDS,
     BatchDescriptor,
     CudaGraphDispatcher,
     GraphMode,
@@ -26,7 +28,7 @@ from termgen.engine.device.runner.dispatch import (
 from termgen.engine.device.runner.resolve import Limits
 from termgen.vocabulary.step import SamplingNeeds
 
-STEPS = (SamplingVariant.PLAIN, SamplingVariant.FILTERED, SamplingVariant.OUTSIDE)
+STEPS = (SamplingVariant.PLAIN, SamplingVariant.ANY, SamplingVariant.OUTSIDE)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 30, 64, 100, 256, 300, 512, 2000])
@@ -69,13 +71,20 @@ def test_every_other_step_replays_nothing_and_says_why() -> None:
             assert found.reason and found.num_padded(rows) == 0
 
 
-def test_unusual_sampling_is_left_outside_the_recording() -> None:
+def test_only_sampling_that_waits_for_masks_is_left_outside_the_recording() -> None:
     assert variant_of(SamplingNeeds()) is SamplingVariant.PLAIN
     assert variant_of(SamplingNeeds(all_greedy=True)) is SamplingVariant.PLAIN
-    assert variant_of(SamplingNeeds(filters=True)) is SamplingVariant.FILTERED
-    for need in ("grammar", "penalties", "min_tokens", "edits"):
-        assert variant_of(SamplingNeeds(filters=True, **{need: True})) is SamplingVariant.OUTSIDE
-    assert variant_of(SamplingNeeds(max_logprobs=0)) is SamplingVariant.OUTSIDE
+    for need in ("filters", "penalties", "min_tokens", "edits"):
+        assert variant_of(SamplingNeeds(**{need: True})) is SamplingVariant.ANY
+    assert variant_of(SamplingNeeds(max_logprobs=0)) is SamplingVariant.ANY
+    for needs in (EVERYTHING, SamplingNeeds(grammar=True)):
+        assert variant_of(needs) is SamplingVariant.OUTSIDE
+
+
+def test_recordings_sample_all_that_their_steps_may_need() -> None:
+    assert NEEDS[SamplingVariant.PLAIN].is_plain
+    assert NEEDS[SamplingVariant.ANY] == EVERYTHING._replace(grammar=False)
+    assert NEEDS[SamplingVariant.MASKED] == EVERYTHING._replace(max_logprobs=None)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(4, 16), (32, 300), (256, 8192)])
@@ -291,7 +300,7 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
         ("full_and_piecewise", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
         ("full_decode_only", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
         ("full_decode_only", 4, 9, SamplingVariant.OUTSIDE, "a prompt is being computed"),
-        ("full", 4, 2049, SamplingVariant.FILTERED, "a prompt, and more than 2048 tokens"),
+        ("full", 4, 2049, SamplingVariant.ANY, "a prompt, and more than 2048 tokens"),
     ],
 )
 def test_reasons_name_what_to_change(

@@ -32,6 +32,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "frequency_penalty": 0.5, "top_p": 0.9},
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 0.8, "min_tokens": 3},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 20, "min_tokens": 2},
     {"temperature": 0.6, "logit_bias": {7: 2.5}, "allowed_token_ids": range(3, 400)},
     {"temperature": 0.0, "prompt_logprobs": 1},
 ]

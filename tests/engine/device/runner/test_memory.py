@@ -157,14 +157,13 @@ def test_the_heaviest_step_leaves_no_trace(tiny_llama_dir: Path) -> None:
 
     def sampler(logits: torch.Tensor, meta: object) -> object:
         seen.append(tuple(logits.shape))
-        assert state.output_counts is not None
         return forward(logits, meta)  # type: ignore[arg-type]
 
     runner.sampler = sampler  # type: ignore[assignment]
     heaviest_run(runner)
     assert seen == [(4, runner.config.vocab_size)], "as many rows as may run at once"
     after = tensors(state)
-    assert after.keys() == before.keys(), "the penalties' tables are gone again"
+    assert after.keys() == before.keys(), "nothing is made for it"
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 

@@ -10,6 +10,7 @@ import torch
 
 from termgen.engine.device.runner.input_batch import InputBuffers
 from termgen.engine.device.runner.request_state import RequestState
+from termgen.engine.device.sampling.metadata import COUNT_MASK, HAS_EDITS, HAS_PENALTIES
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import AddedRow, SamplingNeeds, StepPlan
 
@@ -162,13 +163,13 @@ def test_a_reused_slot_keeps_nothing_of_its_last_owner(device: str) -> None:
     penal = {"frequency_penalty": 1.0}
     state.update(plan([], add=[added(0, [1, 2, 2], stops=(9,), temperature=0.7, **penal)]))
     sample(state, [0], [3], [9])
-    assert state.output_counts is not None and state.prompt_mask is not None
-    assert int(state.output_counts[0, 9]) == 1
+    assert int(state.token_counts[0, 9]) == 1
     state.update(plan([], released=(0,)))
     state.update(plan([], add=[added(0, [4, 5, 6, 6], num_prompt=2, temperature=0.0, **penal)]))
-    assert state.output_counts[0].nonzero().flatten().tolist() == [5 + 1]
-    assert int(state.output_counts[0, 6]) == 2, "tokens generated before a preemption count"
-    assert state.prompt_mask[0].nonzero().flatten().tolist() == [4, 5]
+    counts = state.token_counts[0] & COUNT_MASK
+    assert counts.nonzero().flatten().tolist() == [5 + 1]
+    assert int(counts[6]) == 2, "tokens generated before a preemption count"
+    assert (state.token_counts[0] < 0).nonzero().flatten().tolist() == [4, 5]
     assert not bool(state.finished[0]) and float(state.temperature[0]) == 0.0
     assert (state.stop_ids[0] == -1).all()
     assert (int(state.total_len[0]), int(state.num_computed[0])) == (4, 0)
@@ -180,7 +181,7 @@ def test_every_column_of_every_added_row(device: str) -> None:
     kinds: list[dict[str, float]] = [
         {"temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "min_tokens": 2},
         {"temperature": 0.0, "repetition_penalty": 1.5, "presence_penalty": -0.5},
-        {"temperature": 1.0, "frequency_penalty": 0.75},
+        {"temperature": 1.0, "frequency_penalty": 0.75, "logprobs": 3, "logit_bias": {4: 1.0}},
     ]
     rows = [
         added(slot, range(slot, slot + 3 + slot), num_prompt=2, computed=1, limit=20 + slot, **kind)
@@ -190,7 +191,7 @@ def test_every_column_of_every_added_row(device: str) -> None:
     upload = state.upload
     state.upload = lambda values: (uploads.append(1), upload(values))[1]  # type: ignore[method-assign]
     state.update(plan([], add=rows, blocks=[(0, 0, 5), (2, 1, 6)], released=(1,)))
-    assert len(uploads) <= 6 + 2, "all rows together, but for the counts of two with penalties"
+    assert len(uploads) <= 6, "all rows together"
     for row in rows:
         p, at = row.params, row.slot
         tokens = row.token_ids.tolist()
@@ -200,6 +201,7 @@ def test_every_column_of_every_added_row(device: str) -> None:
             for name in (
                 "total_len num_computed prompt_len limit min_total seeds temperature top_k top_p"
                 " min_p repetition_penalty presence_penalty frequency_penalty finished"
+                " num_logprobs edit_kinds"
             ).split()
         }
         assert found == {
@@ -217,6 +219,9 @@ def test_every_column_of_every_added_row(device: str) -> None:
             "presence_penalty": p.presence_penalty,
             "frequency_penalty": p.frequency_penalty,
             "finished": False,
+            "num_logprobs": -1 if p.logprobs is None else p.logprobs,
+            "edit_kinds": HAS_PENALTIES * p.has_penalties + HAS_EDITS * p.edits_logits,
         }
+    assert (state.num_logprobs[1], state.edit_kinds[1]) == (-1, 0)
     assert state.total_len[1] == 0 and state.top_p[1] == 1.0, "another row was written"
     assert state.block_table[0, 0] == 5 and state.block_table[2, 1] == 6

@@ -20,7 +20,9 @@ MIB = 2**20
 def generate(engine: SyncEngine, name: str) -> tuple[list[int], set[str]]:
     """Tokens of one request, and the graph modes of its decode steps."""
     ring = engine.core.bus.subscribe()
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, frequency_penalty=0.7, logprobs=2
+    )
     prompt = tuple(range(9, 100))
     engine.add(GenerationRequest(request_id=name, prompt_token_ids=prompt, params=params))
     tokens: list[int] = []

@@ -154,7 +154,7 @@ def test_rows_that_are_no_numbers_are_marked_and_harm_no_other(
     logits[3, 7] = torch.nan
     logits[4, 8] = torch.inf
     meta = make_meta(6, temperature=temperature, seeds=3, max_logprobs=4, **filters)
-    meta.needs = meta.needs._replace(min_tokens=is_masked)
+    meta.may_hide = torch.tensor([False, is_masked, True, True, True, True])
     output = Sampler()(logits, meta)
     corrupt = (output.token_ids == CORRUPT_TOKEN).tolist()
     # The request's own masks may leave a row nothing but -inf.

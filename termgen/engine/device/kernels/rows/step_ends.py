@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 
 from termgen.engine.device.kernels.launch import next_power_of_2
+from termgen.engine.device.sampling.metadata import HAS_PENALTIES
 
 if TYPE_CHECKING:
-    from termgen.engine.device.sampling.sampler import TokenRing
+    from termgen.engine.device.sampling.token_ring import TokenRing
 
+_HAS_PENALTIES = tl.constexpr(HAS_PENALTIES)
 _BLOCK = 512
 """Block ids copied at once."""
 
@@ -131,7 +133,8 @@ def _append_sampled_kernel(
     limit_ptr,
     finished_ptr,
     stop_ids_ptr,
-    output_counts_ptr,
+    edit_kinds_ptr,
+    token_counts_ptr,
     ring_ptr,
     ring_index_ptr,
     ring_arrivals_ptr,
@@ -167,8 +170,9 @@ def _append_sampled_kernel(
     tl.store(total_len_ptr + slot, total)
     tl.store(num_computed_ptr + slot, computed)
     if HAS_COUNTS:
-        count = output_counts_ptr + slot * VOCAB_SIZE + known
-        counts = takes & (is_corrupt == 0)
+        count = token_counts_ptr + slot * VOCAB_SIZE + known
+        has_penalties = (tl.load(edit_kinds_ptr + slot) & _HAS_PENALTIES) != 0
+        counts = takes & (is_corrupt == 0) & has_penalties
         tl.store(count, tl.load(count, mask=counts, other=0) + 1, mask=counts)
     token = tl.where(takes, sampled, -1).to(tl.int32)
     tl.store(tokens_ptr + row, token)
@@ -194,14 +198,16 @@ def append_sampled(
     limit: torch.Tensor,  # [R] int64
     finished: torch.Tensor,  # [R] bool
     stop_ids: torch.Tensor,  # [R, K] int64, padded with -1
-    output_counts: torch.Tensor | None = None,  # [R, V] int32
+    token_counts: torch.Tensor,  # [R, V] int32, see `sampling.metadata`
+    edit_kinds: torch.Tensor | None = None,  # [R] int64, likewise
     ring: TokenRing | None = None,
 ) -> torch.Tensor:  # [B] int32
-    """Takes a step's samples into the rows of the state, in place. With a ring, the tokens that are
-    returned are its next row too, and the row after it comes next."""
+    """Takes a step's samples into the rows of the state, in place; into the counts where
+    `edit_kinds`, if given, says that a row has penalties. With a ring, the tokens that are returned
+    are its next row too, and the row after it comes next."""
     num_rows = slots.shape[0]
     assert token_ids.is_contiguous() and stop_ids.is_contiguous()
-    assert output_counts is None or output_counts.is_contiguous()
+    assert token_counts.is_contiguous()
     tokens = torch.empty(num_rows, dtype=torch.int32, device=slots.device)
     if not num_rows:
         return tokens
@@ -217,14 +223,15 @@ def append_sampled(
         limit,
         finished,
         stop_ids,
-        output_counts,
+        edit_kinds,
+        token_counts,
         None if ring is None else ring.tokens,
         None if ring is None else ring.index,
         None if ring is None else ring.arrivals,
         MAX_TOKENS=token_ids.shape[1],
         NUM_STOPS=stop_ids.shape[1],
-        VOCAB_SIZE=0 if output_counts is None else output_counts.shape[1],
-        HAS_COUNTS=output_counts is not None,
+        VOCAB_SIZE=token_counts.shape[1],
+        HAS_COUNTS=edit_kinds is not None,
         HAS_RING=ring is not None,
         RING_SIZE=0 if ring is None else ring.tokens.shape[0],
         RING_STRIDE=0 if ring is None else ring.tokens.stride(0),

@@ -1,9 +1,11 @@
 """Changes to the logits before sampling, by a request or its grammar.
 
-`edit_logits`: allowed ids, a bias and bad words in two kernels that read the tables of the rows'
-slots. The first copies the logits and hides what a row may not draw. The second has one program per
-row, which a row without bias and bad words leaves at once; it adds the biases, and then forbids the
-last token of every sequence whose other tokens have just been generated.
+`edit_logits`: allowed ids, a bias, bad words, stop tokens before `min_tokens` and penalties in one
+kernel, which reads the tables of the rows' slots. It leaves the logits as they are, for
+log-probabilities, and writes float32 to a buffer: only the rows that `is_edited`, so that sampling
+reads a row from one of the two. A program takes a part of a row: at first all of its logits, with
+what is known of each by its place in a table; then, a barrier later each, the few ids of lists that
+fall into its part, for which it computes the same again with their bias, or the lowest logit.
 
 `mask_tokens_`: -inf in place for tokens that a grammar does not allow, in the rows that have a
 grammar. Recorded in graphs between the model and the sampling kernels: whether a row has a grammar
@@ -12,81 +14,162 @@ is device memory, and the programs of a row without one end at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-from termgen.engine.device.kernels.launch import num_sms
+from termgen.engine.device.kernels.launch import next_power_of_2, num_sms
 from termgen.engine.device.sampling.logit_edits import NOTHING
-from termgen.engine.device.sampling.logit_edits import edit_logits as edit_gathered
-from termgen.engine.device.sampling.metadata import TokenMasks, mask_tokens
+from termgen.engine.device.sampling.metadata import (
+    COUNT_MASK,
+    HAS_EDITS,
+    HAS_PENALTIES,
+    TokenMasks,
+    mask_tokens,
+)
 
 if TYPE_CHECKING:
     from termgen.engine.device.sampling.logit_edits import LogitEditTables
 
-_BLOCK = 4096
+_BLOCK = 2048
 _BIASES = 256
 _WORDS = 16
 _NOTHING = tl.constexpr(NOTHING)
+_HAS_PENALTIES = tl.constexpr(HAS_PENALTIES)
+_HAS_EDITS = tl.constexpr(HAS_EDITS)
+_COUNT_MASK = tl.constexpr(COUNT_MASK)
 _MASK_BLOCK = 2048
 _PROGRAMS_PER_SM = 4
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
-def _allow_kernel(
+class EditedSlots(Protocol):
+    """What the kernel reads of every slot. R slots, vocabulary of V."""
+
+    edit_kinds: torch.Tensor  # [R] int64, bits HAS_PENALTIES and HAS_EDITS
+    total_len: torch.Tensor  # [R] int64
+    min_total: torch.Tensor  # [R] int64
+    prompt_len: torch.Tensor  # [R] int64
+    token_ids: torch.Tensor  # [R, max_model_len] int32
+    token_counts: torch.Tensor  # [R, V] int32, see `metadata`
+    repetition_penalty: torch.Tensor  # [R] float32
+    presence_penalty: torch.Tensor  # [R] float32
+    frequency_penalty: torch.Tensor  # [R] float32
+    stop_ids: torch.Tensor  # [R, K] int64, padded with -1
+    edits: LogitEditTables
+
+
+@triton.jit
+def is_early(slot, total_len_ptr, min_total_ptr):
+    """True if a row may not stop yet."""
+    return tl.load(total_len_ptr + slot) < tl.load(min_total_ptr + slot)
+
+
+@triton.jit
+def is_edited(slot, edit_kinds_ptr, total_len_ptr, min_total_ptr):
+    """True if `edit_logits` writes the rows of this slot."""
+    kinds = tl.load(edit_kinds_ptr + slot)
+    return (kinds != 0) | is_early(slot, total_len_ptr, min_total_ptr)
+
+
+@triton.jit
+def _penalise(logits, packed, repetition, presence, frequency):
+    """`sampling.sampler.apply_penalties` of logits with their entries of the table of counts."""
+    count = packed & _COUNT_MASK
+    scaled = tl.where(logits < 0, logits * repetition, tl.div_rn(logits, repetition))
+    logits = tl.where(packed != 0, scaled, logits)
+    logits -= frequency * count.to(tl.float32)
+    return tl.where(count > 0, logits - presence, logits)
+
+
+@triton.jit
+def _is_allowed(bits_ptr, ids, mask):
+    bits = tl.load(bits_ptr + ids // 8, mask=mask, other=0)
+    return ((bits.to(tl.int32) >> (ids % 8)) & 1) != 0
+
+
+@triton.jit(do_not_specialize=["num_blocks_each"], do_not_specialize_on_alignment=["slots_ptr"])
+def _edit_kernel(
     logits_ptr,
     slots_ptr,
+    out_ptr,
+    edit_kinds_ptr,
+    total_len_ptr,
+    min_total_ptr,
+    prompt_len_ptr,
+    token_ids_ptr,
+    token_counts_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    stop_ids_ptr,
+    edit_counts_ptr,
     allowed_bits_ptr,
-    out_ptr,
-    logits_stride,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < VOCAB_SIZE
-    logits = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=0.0)
-    bits = tl.load(allowed_bits_ptr + slot * NUM_BYTES + ids // 8, mask=inside, other=0)
-    allowed = ((bits.to(tl.int32) >> (ids % 8)) & 1) != 0
-    out = tl.where(allowed, logits.to(tl.float32), float("-inf"))
-    tl.store(out_ptr + row * VOCAB_SIZE + ids, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
-def _change_kernel(
-    out_ptr,
-    slots_ptr,
-    counts_ptr,
     bias_ids_ptr,
     biases_ptr,
     bad_words_ptr,
-    token_ids_ptr,
-    total_len_ptr,
-    prompt_len_ptr,
+    logits_stride,
+    num_blocks_each,
     VOCAB_SIZE: tl.constexpr,
     MAX_TOKENS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    BLOCK_STOPS: tl.constexpr,
+    NUM_BYTES: tl.constexpr,
     MAX_BIASES: tl.constexpr,
     MAX_WORDS: tl.constexpr,
     LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
     BIASES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
-    num_biases = tl.load(counts_ptr + slot * 2)
-    num_words = tl.load(counts_ptr + slot * 2 + 1)
-    logits_ptr = out_ptr + row * VOCAB_SIZE
-    for first in range(0, num_biases, BIASES):
-        entry = first + tl.arange(0, BIASES)
-        is_one = entry < num_biases
-        ids = tl.load(bias_ids_ptr + slot * MAX_BIASES + entry, mask=is_one, other=0)
-        biases = tl.load(biases_ptr + slot * MAX_BIASES + entry, mask=is_one, other=0.0)
-        logits = tl.load(logits_ptr + ids, mask=is_one, other=0.0).to(tl.float32)
-        tl.store(logits_ptr + ids, (logits + biases).to(out_ptr.dtype.element_ty), mask=is_one)
+    kinds = tl.load(edit_kinds_ptr + slot)
+    early = is_early(slot, total_len_ptr, min_total_ptr)
+    if (kinds == 0) & (early == 0):
+        return
+    has_penalties = (kinds & _HAS_PENALTIES) != 0
+    repetition = tl.load(repetition_ptr + slot)
+    presence = tl.load(presence_ptr + slot)
+    frequency = tl.load(frequency_ptr + slot)
+    has_edits = (kinds & _HAS_EDITS) != 0
+    num_biases = tl.load(edit_counts_ptr + slot * 3, mask=has_edits, other=0)
+    num_words = tl.load(edit_counts_ptr + slot * 3 + 1, mask=has_edits, other=0)
+    is_limited = tl.load(edit_counts_ptr + slot * 3 + 2, mask=has_edits, other=0) != 0
+    row_ptr = logits_ptr + row * logits_stride
+    out_ptr += row * VOCAB_SIZE
+    packed_ptr = token_counts_ptr + slot * VOCAB_SIZE
+    bits_ptr = allowed_bits_ptr + slot * NUM_BYTES
+    first = tl.program_id(1) * num_blocks_each
+    last = tl.minimum(first + num_blocks_each, tl.cdiv(VOCAB_SIZE, BLOCK))
+
+    for block in range(first, last):
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        inside = ids < VOCAB_SIZE
+        logits = tl.load(row_ptr + ids, mask=inside, other=0.0).to(tl.float32)
+        if is_limited:
+            logits = tl.where(_is_allowed(bits_ptr, ids, inside), logits, float("-inf"))
+        if has_penalties:
+            packed = tl.load(packed_ptr + ids, mask=inside, other=0)
+            logits = _penalise(logits, packed, repetition, presence, frequency)
+        tl.store(out_ptr + ids, logits, mask=inside)
+
+    low, high = first * BLOCK, tl.minimum(last * BLOCK, VOCAB_SIZE)
+    if num_biases > 0:
+        tl.debug_barrier()  # over what other threads of the program have just stored
+        for start in range(0, num_biases, BIASES):
+            entry = start + tl.arange(0, BIASES)
+            at = slot * MAX_BIASES + entry
+            ids = tl.load(bias_ids_ptr + at, mask=entry < num_biases, other=-1)
+            mine = (ids >= low) & (ids < high)
+            logits = tl.load(row_ptr + ids, mask=mine, other=0.0).to(tl.float32)
+            logits = tl.where(_is_allowed(bits_ptr, ids, mine), logits, float("-inf"))
+            logits += tl.load(biases_ptr + at, mask=mine, other=0.0)
+            if has_penalties:
+                packed = tl.load(packed_ptr + ids, mask=mine, other=0)
+                logits = _penalise(logits, packed, repetition, presence, frequency)
+            tl.store(out_ptr + ids, logits, mask=mine)
     if num_words > 0:
         tl.debug_barrier()  # a forbidden token stays so whatever its bias
         places = tl.arange(0, LENGTH)
@@ -95,80 +178,82 @@ def _change_kernel(
         generated = (positions >= tl.load(prompt_len_ptr + slot)) & (is_last == 0)
         tokens_ptr = token_ids_ptr + slot * MAX_TOKENS + positions
         recent = tl.load(tokens_ptr, mask=generated, other=_NOTHING)
-        for first in range(0, num_words, WORDS):
-            word = first + tl.arange(0, WORDS)
-            is_word = word < num_words
+        for start in range(0, num_words, WORDS):
+            word = start + tl.arange(0, WORDS)
             at = bad_words_ptr + (slot * MAX_WORDS + word) * LENGTH
+            ids = tl.load(at + LENGTH - 1, mask=word < num_words, other=-1)
+            mine = (ids >= low) & (ids < high)
             words = tl.load(
-                at[:, None] + places[None, :], mask=is_word[:, None], other=_NOTHING
+                at[:, None] + places[None, :], mask=mine[:, None], other=_NOTHING
             )  # [WORDS, LENGTH]
             matches = (words == _NOTHING) | (words == recent[None, :]) | is_last[None, :]
-            is_written = tl.min(matches.to(tl.int32), axis=1) != 0
-            last = tl.load(at + LENGTH - 1, mask=is_word, other=0)
-            lowest = tl.full([WORDS], float("-inf"), tl.float32).to(out_ptr.dtype.element_ty)
-            tl.store(logits_ptr + last, lowest, mask=is_written & is_word)
+            is_written = mine & (tl.min(matches.to(tl.int32), axis=1) != 0)
+            # NaN stays NaN, as where the lowest logit is added.
+            logits = tl.load(row_ptr + ids, mask=is_written, other=0.0).to(tl.float32)
+            logits = tl.where(_is_allowed(bits_ptr, ids, is_written), logits, float("-inf"))
+            tl.store(out_ptr + ids, logits + float("-inf"), mask=is_written)
+    if early:
+        tl.debug_barrier()  # and a stop token, whatever else is said of it
+        places = tl.arange(0, BLOCK_STOPS)
+        ids = tl.load(stop_ids_ptr + slot * NUM_STOPS + places, mask=places < NUM_STOPS, other=-1)
+        lowest = tl.full([BLOCK_STOPS], float("-inf"), tl.float32)
+        tl.store(out_ptr + ids, lowest, mask=(ids >= low) & (ids < high))
 
 
 def edit_logits(
     logits: torch.Tensor,  # [B, V], rows dense
     slots: torch.Tensor,  # [B] int64
-    tables: LogitEditTables,
-    *,
-    token_ids: torch.Tensor,  # [R, max_model_len] int32
-    total_len: torch.Tensor,  # [R] int64
-    prompt_len: torch.Tensor,  # [R] int64
-) -> torch.Tensor:  # [B, V], of the same type
-    """A new tensor. Sums are made in float32 and rounded to the logits' type."""
+    state: EditedSlots,
+    out: torch.Tensor,  # [at least B, V] float32
+) -> None:
+    """Write the rows that are edited to the front of `out`; the others keep what is there. Values
+    are those of the torch sampler bit for bit: products are rounded before they are subtracted."""
     num_rows, vocab_size = logits.shape
+    tables = state.edits
     assert logits.stride(1) == 1 and vocab_size == tables.vocab_size, logits.shape
-    assert token_ids.is_contiguous()
-    out = torch.empty((num_rows, vocab_size), dtype=logits.dtype, device=logits.device)
+    assert out.is_contiguous() and out.dtype == torch.float32 and len(out) >= num_rows
+    assert out.shape[1] == state.token_counts.shape[1] == vocab_size, out.shape
+    assert state.token_ids.is_contiguous() and state.stop_ids.is_contiguous()
     if not num_rows:
-        return out
-    _allow_kernel[(num_rows, triton.cdiv(vocab_size, _BLOCK))](
+        return
+    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    most_parts = max(1, num_sms(logits.device) * _PROGRAMS_PER_SM // num_rows)
+    num_blocks_each = triton.cdiv(num_blocks, most_parts)
+    _edit_kernel[(num_rows, triton.cdiv(num_blocks, num_blocks_each))](
         logits,
         slots,
-        tables.allowed_bits,
         out,
-        logits.stride(0),
-        VOCAB_SIZE=vocab_size,
-        NUM_BYTES=tables.allowed_bits.shape[1],
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
-    _change_kernel[(num_rows,)](
-        out,
-        slots,
+        state.edit_kinds,
+        state.total_len,
+        state.min_total,
+        state.prompt_len,
+        state.token_ids,
+        state.token_counts,
+        state.repetition_penalty,
+        state.presence_penalty,
+        state.frequency_penalty,
+        state.stop_ids,
         tables.counts,
+        tables.allowed_bits,
         tables.bias_ids,
         tables.biases,
         tables.bad_words,
-        token_ids,
-        total_len,
-        prompt_len,
+        logits.stride(0),
+        num_blocks_each,
         VOCAB_SIZE=vocab_size,
-        MAX_TOKENS=token_ids.shape[1],
+        MAX_TOKENS=state.token_ids.shape[1],
+        NUM_STOPS=state.stop_ids.shape[1],
+        BLOCK_STOPS=next_power_of_2(state.stop_ids.shape[1]),
+        NUM_BYTES=tables.allowed_bits.shape[1],
         MAX_BIASES=tables.biases.shape[1],
         MAX_WORDS=tables.bad_words.shape[1],
         LENGTH=tables.bad_words.shape[2],
+        BLOCK=_BLOCK,
         BIASES=_BIASES,
         WORDS=_WORDS,
-        num_warps=4,
+        num_warps=8,
+        enable_fp_fusion=False,
     )
-    return out
-
-
-def edit_logits_reference(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    tables: LogitEditTables,
-    *,
-    token_ids: torch.Tensor,
-    total_len: torch.Tensor,
-    prompt_len: torch.Tensor,
-) -> torch.Tensor:
-    edits = tables.gather(slots, token_ids=token_ids, total_len=total_len, prompt_len=prompt_len)
-    return edit_gathered(logits.float(), edits).to(logits.dtype)
 
 
 @triton.jit(do_not_specialize=["num_blocks_each"], do_not_specialize_on_alignment=["slots_ptr"])

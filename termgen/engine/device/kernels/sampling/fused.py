@@ -1,8 +1,12 @@
-"""Sampling in a few kernels, for steps that ask for no more than temperature, cuts and grammars.
+"""Sampling in a few kernels: edits, cuts, the draw, log-probabilities.
 
-The fast path of `sampling.sampler`: skip it on a first reading. Draws what `Sampler` draws, up to
-rounding. Imports triton: the runner imports this module only on a device whose kernels it can use.
-Penalties, `min_tokens` and log-probabilities stay with `Sampler`.
+The fast path of `sampling.sampler`: skip it on a first reading. Draws what `Sampler` draws: edited
+logits are its bit for bit, noise and the mass of top-p are its up to rounding. Imports triton: the
+runner imports this module only on a device whose kernels it can use.
+
+A step in which some row asks for more than a temperature launches every kernel. What a row asks for
+is device memory, and a kernel that has nothing to do for a row ends there at once; so one recorded
+graph serves all such steps.
 """
 
 from __future__ import annotations
@@ -11,14 +15,22 @@ from typing import Protocol
 
 import torch
 
-from termgen.engine.device.kernels.sampling.edit_logits import mask_tokens_
+from termgen.engine.device.kernels.sampling.edit_logits import (
+    EditedSlots,
+    edit_logits,
+    mask_tokens_,
+)
+from termgen.engine.device.kernels.sampling.logprobs import LogprobWorkspace, gather_logprobs
 from termgen.engine.device.kernels.sampling.sample import SampleWorkspace, sample
 from termgen.engine.device.kernels.sampling.top_k_top_p import CutWorkspace, cut_threshold
 from termgen.engine.device.sampling.gumbel import Stream
+from termgen.engine.device.sampling.logprobs import LogprobTensors
+from termgen.engine.device.sampling.token_ring import TokenRing
+from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 from termgen.vocabulary.step import SamplingNeeds
 
 
-class SlotParams(Protocol):
+class SlotParams(EditedSlots, Protocol):
     """Sampling parameters of every slot; the kernels read those of a row's slot themselves."""
 
     num_computed: torch.Tensor  # [R] int64
@@ -27,6 +39,7 @@ class SlotParams(Protocol):
     top_p: torch.Tensor  # [R] float32
     min_p: torch.Tensor  # [R] float32
     seeds: torch.Tensor  # [R] int64
+    num_logprobs: torch.Tensor  # [R] int64, -1 for none
     has_grammar: torch.Tensor  # [R] bool
     host_masks: torch.Tensor  # [R, W] int32
 
@@ -45,6 +58,9 @@ class FusedSampler:
         self._stream = stream
         self._sample = SampleWorkspace(max_rows=max_rows, vocab_size=vocab_size, device=device)
         self._cut = CutWorkspace(max_rows=max_rows, vocab_size=vocab_size, device=device)
+        self._logprobs = LogprobWorkspace(max_rows=max_rows, vocab_size=vocab_size, device=device)
+        self.edited = torch.zeros((max_rows, vocab_size), dtype=torch.float32, device=device)
+        """Logits of the rows that are edited, at the places of their batch rows."""
 
     def __call__(
         self,
@@ -53,13 +69,19 @@ class FusedSampler:
         num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
         params: SlotParams,
         needs: SamplingNeeds,
-    ) -> torch.Tensor:  # [B] int64
-        """needs: simple ones; edits have been made. CORRUPT_TOKEN for a row whose logits are not
-        numbers."""
+        ring: TokenRing | None = None,
+    ) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """Tokens [B] int64, CORRUPT_TOKEN for a row whose logits are not numbers. Log-probabilities
+        are written to the ring's next row or, without a ring, returned."""
+        raw = logits
         if needs.grammar:
+            if needs.max_logprobs is not None:
+                raw = logits.clone()
             mask_tokens_(logits, slots, has_grammar=params.has_grammar, bits=params.host_masks)
-        threshold = None
-        if needs.filters:
+        edits = edited = threshold = None
+        if not needs.is_plain:
+            edits, edited = params, self.edited
+            edit_logits(logits, slots, params, edited)
             threshold = cut_threshold(
                 logits,
                 slots,
@@ -68,8 +90,10 @@ class FusedSampler:
                 top_k=params.top_k,
                 top_p=params.top_p,
                 min_p=params.min_p,
+                edited=edited,
+                edits=edits,
             )
-        return sample(
+        token_ids = sample(
             logits,
             slots,
             num_tokens,
@@ -78,6 +102,51 @@ class FusedSampler:
             temperature=params.temperature,
             seeds=params.seeds,
             threshold=threshold,
+            edited=edited,
+            edits=edits,
             stream=self._stream,
-            may_be_empty=needs.grammar or needs.edits,
+            may_be_empty=needs.grammar,
         )
+        if needs.max_logprobs is None:
+            return token_ids, None
+        if ring is None:
+            return token_ids, self._gather(
+                raw, slots, token_ids, params.num_logprobs, needs.max_logprobs
+            )
+        gather_logprobs(
+            raw,
+            slots,
+            token_ids,
+            params.num_logprobs,
+            self._logprobs,
+            out=ring.logprobs,
+            index=ring.index,
+        )
+        return token_ids, None
+
+    def gather_logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, max_logprobs: int
+    ) -> LogprobTensors:
+        """`sampling.logprobs.gather_logprobs` of as many rows as a step may have."""
+        slots = torch.zeros_like(token_ids)
+        wanted = torch.full((1,), max_logprobs, dtype=torch.int64, device=logits.device)
+        return self._gather(logits, slots, token_ids, wanted, max_logprobs)
+
+    def _gather(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_logprobs: torch.Tensor,
+        most: int,
+    ) -> LogprobTensors:
+        num_rows, vocab_size = logits.shape
+        shape = (1, num_rows, 1 + min(MAX_LOGPROBS, vocab_size))
+        out = LogprobTensors(
+            torch.zeros(shape, dtype=torch.int32, device=logits.device),
+            torch.zeros(shape, dtype=torch.float32, device=logits.device),
+            torch.zeros(shape[:2], dtype=torch.int32, device=logits.device),
+        )
+        gather_logprobs(logits, slots, token_ids, num_logprobs, self._logprobs, out=out)
+        ids, values, ranks = (t[0] for t in out)
+        return LogprobTensors(ids[:, : 1 + most], values[:, : 1 + most], ranks)

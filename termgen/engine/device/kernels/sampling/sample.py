@@ -1,6 +1,6 @@
 """Logits to token ids in one kernel: temperature, cut, Gumbel noise and argmax.
 
-Called by the sampler when nothing else is asked for. Reproduces `sampling.gumbel.gumbel_argmax`:
+A row that `edit_logits` has edited is read from its buffer. Reproduces `gumbel.gumbel_argmax`:
 the random bits are those of `sampling.gumbel` bit for bit, the noise is theirs to float32 rounding.
 A row is divided among several programs. Each leaves its best (score, id) in a workspace, and the
 last to arrive takes the best of them; ids break ties, so the result does not depend on timing.
@@ -9,7 +9,8 @@ Scores are compared as integers that sort like floats, NaN above everything. One
 holds a score above and its id, reversed, below: the largest one names the lowest id that wins.
 
 A NaN, or an infinity above all else, therefore wins its row: whether logits are numbers is seen in
-the winner alone, and costs one load where the winner's score is not finite.
+the winner alone, and costs one load where the winner's score is not finite. The model's own logits
+are judged, not what penalties make of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import triton
 import triton.language as tl
 
 from termgen.engine.device.kernels.launch import next_power_of_2, num_sms
+from termgen.engine.device.kernels.sampling.edit_logits import EditedSlots, is_early, is_edited
 from termgen.engine.device.sampling.gumbel import Stream, gumbel_argmax, mark_corrupt
+from termgen.engine.device.sampling.metadata import HAS_EDITS
 from termgen.vocabulary.sampling_params import GREEDY_EPSILON
 from termgen.vocabulary.step import CORRUPT_TOKEN
 
@@ -33,6 +36,7 @@ _LARGEST_KEY = tl.constexpr(2**31 - 1)
 _INF_KEY = tl.constexpr(0x7F800000)
 _MINUS_INF_KEY = tl.constexpr(-0x7F800001)  # sortable_key(-inf), the lowest of a float
 _CORRUPT_TOKEN = tl.constexpr(CORRUPT_TOKEN)
+_HAS_EDITS = tl.constexpr(HAS_EDITS)
 
 
 @triton.jit
@@ -109,6 +113,10 @@ def _sample_kernel(
     temperature_ptr,
     seeds_ptr,
     threshold_ptr,
+    edited_ptr,
+    edit_kinds_ptr,
+    total_len_ptr,
+    min_total_ptr,
     out_ptr,
     partial_ptr,
     arrivals_ptr,
@@ -118,6 +126,7 @@ def _sample_kernel(
     VOCAB_SIZE: tl.constexpr,
     STREAM: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
+    HAS_EDITED: tl.constexpr,
     BLOCK: tl.constexpr,
     MAX_PARTS: tl.constexpr,
 ):
@@ -130,6 +139,13 @@ def _sample_kernel(
     seed = tl.load(seeds_ptr + slot)
     if HAS_THRESHOLD:
         threshold = tl.load(threshold_ptr + row)
+    row_ptr = logits_ptr + row * logits_stride
+    if HAS_EDITED:
+        edited = is_edited(slot, edit_kinds_ptr, total_len_ptr, min_total_ptr)
+        if (tl.load(edit_kinds_ptr + slot) & _HAS_EDITS) != 0:
+            may_be_empty |= 1
+        if is_early(slot, total_len_ptr, min_total_ptr):
+            may_be_empty |= 1
 
     best_key = tl.full([BLOCK], _LOWEST_KEY, tl.int32)
     best_id = tl.zeros([BLOCK], tl.int32)
@@ -139,8 +155,12 @@ def _sample_kernel(
     for block in range(first, last):
         ids = block * BLOCK + tl.arange(0, BLOCK)
         inside = ids < VOCAB_SIZE
-        scores = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=float("-inf"))
-        scores = scores.to(tl.float32)
+        if HAS_EDITED:  # no memory is read for the one that is not wanted
+            own = tl.load(edited_ptr + row * VOCAB_SIZE + ids, mask=inside & edited, other=0.0)
+            scores = tl.load(row_ptr + ids, mask=inside & ~edited, other=0.0).to(tl.float32)
+            scores = tl.where(inside, tl.where(edited, own, scores), float("-inf"))
+        else:
+            scores = tl.load(row_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
         if temperature >= _GREEDY_EPSILON:
             scores = tl.div_rn(scores, temperature)
             wanted = inside
@@ -164,7 +184,7 @@ def _sample_kernel(
 
     best = tl.max((best_key.to(tl.int64) << 32) | (_LARGEST_KEY - best_id), axis=0)
     if num_parts == 1:
-        _store_winner(out_ptr + row, logits_ptr + row * logits_stride, best, may_be_empty)
+        _store_winner(out_ptr + row, row_ptr, best, may_be_empty)
     else:
         parts = partial_ptr + row * num_parts
         tl.store(parts + part, best)
@@ -178,7 +198,7 @@ def _sample_kernel(
                 parts + others, mask=others < num_parts, other=-(2**63), cache_modifier=".cg"
             )
             best = tl.max(all_best, axis=0)
-            _store_winner(out_ptr + row, logits_ptr + row * logits_stride, best, may_be_empty)
+            _store_winner(out_ptr + row, row_ptr, best, may_be_empty)
 
 
 class SampleWorkspace:
@@ -210,16 +230,20 @@ def sample(
     temperature: torch.Tensor,  # [R] float32
     seeds: torch.Tensor,  # [R] int64
     threshold: torch.Tensor | None = None,  # [B] float32, of the logits over their temperature
+    edited: torch.Tensor | None = None,  # [at least B, V] float32
+    edits: EditedSlots | None = None,
     stream: Stream = Stream.TARGET,
     may_be_empty: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [B] int64
     """Parameters are those of a row's slot. A token is drawn for the position after the row's
     last one: num_computed + num_tokens. CORRUPT_TOKEN for a row that holds a NaN or +inf, and for
-    one that holds nothing but -inf, unless masks may have left it nothing (may_be_empty)."""
+    one that holds nothing but -inf, unless masks may have left it nothing (may_be_empty; or an edit
+    of its own). edited: what `edit_logits` made of the logits by `edits`."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and vocab_size == workspace.vocab_size, logits.shape
     assert num_rows <= workspace.max_rows, (num_rows, workspace.max_rows)
+    assert (edited is None) == (edits is None)
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
@@ -233,6 +257,10 @@ def sample(
         temperature,
         seeds,
         threshold,
+        edited,
+        None if edits is None else edits.edit_kinds,
+        None if edits is None else edits.total_len,
+        None if edits is None else edits.min_total,
         out,
         workspace.partial,
         workspace.arrivals,
@@ -242,6 +270,7 @@ def sample(
         VOCAB_SIZE=vocab_size,
         STREAM=int(stream),
         HAS_THRESHOLD=threshold is not None,
+        HAS_EDITED=edits is not None,
         BLOCK=_BLOCK,
         MAX_PARTS=next_power_of_2(workspace.num_blocks),
         num_warps=4,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from termgen.engine.device.kernels.launch import next_power_of_2
+from termgen.engine.device.kernels.sampling.edit_logits import EditedSlots, is_edited
 from termgen.engine.device.kernels.sampling.sample import (
     _GREEDY_EPSILON,
     _INF_KEY,
@@ -45,10 +46,25 @@ def _value(key):
 
 
 @triton.jit
-def _load_keys(row_ptr, first, temperature, VOCAB_SIZE: tl.constexpr, TILE: tl.constexpr):
+def _load_keys(
+    row_ptr,
+    own_ptr,
+    edited,
+    first,
+    temperature,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_EDITED: tl.constexpr,
+):
+    """Keys of the row, or of its own edited logits at `own_ptr` if it has any."""
     ids = first + tl.arange(0, TILE)
     inside = ids < VOCAB_SIZE
-    logits = tl.load(row_ptr + ids, mask=inside, other=0.0).to(tl.float32)
+    if HAS_EDITED:
+        own = tl.load(own_ptr + ids, mask=inside & edited, other=0.0)
+        logits = tl.load(row_ptr + ids, mask=inside & ~edited, other=0.0).to(tl.float32)
+        logits = tl.where(edited, own, logits)
+    else:
+        logits = tl.load(row_ptr + ids, mask=inside, other=0.0).to(tl.float32)
     return tl.where(inside, sortable_key(tl.div_rn(logits, temperature)), _LOWEST_KEY)
 
 
@@ -80,6 +96,8 @@ def _search(keys, weights, goal, low, high, GRAIN: tl.constexpr):
 @triton.jit
 def _search_row(
     row_ptr,
+    own_ptr,
+    edited,
     temperature,
     top,
     goal,
@@ -88,6 +106,7 @@ def _search_row(
     VOCAB_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     COUNTED: tl.constexpr,
+    HAS_EDITED: tl.constexpr,
 ):
     """`_search` over a whole row, in quarters, for each of which the row is read once."""
     while high - low > 1:
@@ -99,7 +118,9 @@ def _search_row(
         sums2 = tl.zeros([TILE], tl.float32)
         sums3 = tl.zeros([TILE], tl.float32)
         for start in range(0, VOCAB_SIZE, TILE):
-            keys = _load_keys(row_ptr, start, temperature, VOCAB_SIZE, TILE)
+            keys = _load_keys(
+                row_ptr, own_ptr, edited, start, temperature, VOCAB_SIZE, TILE, HAS_EDITED
+            )
             weights = _weights(keys, top, COUNTED)
             sums1 += tl.where(keys >= first.to(tl.int32), weights, 0.0)
             sums2 += tl.where(keys >= second.to(tl.int32), weights, 0.0)
@@ -117,16 +138,21 @@ def _search_row(
 @triton.jit
 def _sum_row(
     row_ptr,
+    own_ptr,
+    edited,
     temperature,
     top,
     key,
     VOCAB_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    HAS_EDITED: tl.constexpr,
 ):
     """Mass of the logits from `key` on."""
     sums = tl.zeros([TILE], tl.float32)
     for start in range(0, VOCAB_SIZE, TILE):
-        keys = _load_keys(row_ptr, start, temperature, VOCAB_SIZE, TILE)
+        keys = _load_keys(
+            row_ptr, own_ptr, edited, start, temperature, VOCAB_SIZE, TILE, HAS_EDITED
+        )
         sums += tl.where(keys >= key.to(tl.int32), _weights(keys, top, False), 0.0)
     return tl.sum(sums, axis=0)
 
@@ -134,6 +160,8 @@ def _sum_row(
 @triton.jit
 def _collect(
     row_ptr,
+    own_ptr,
+    edited,
     collected_ptr,
     temperature,
     top,
@@ -142,13 +170,16 @@ def _collect(
     VOCAB_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
+    HAS_EDITED: tl.constexpr,
 ):
     """Store the keys from `guess` on, in their order and as far as they fit. Returns how many
     there are, and the mass from `min_key` on."""
     num_collected = 0
     masses = tl.zeros([TILE], tl.float32)
     for start in range(0, VOCAB_SIZE, TILE):
-        keys = _load_keys(row_ptr, start, temperature, VOCAB_SIZE, TILE)
+        keys = _load_keys(
+            row_ptr, own_ptr, edited, start, temperature, VOCAB_SIZE, TILE, HAS_EDITED
+        )
         masses += tl.where(keys >= min_key.to(tl.int32), _weights(keys, top, False), 0.0)
         reaches = keys >= guess.to(tl.int32)
         num_new = tl.sum(reaches.to(tl.int32), axis=0)
@@ -162,16 +193,21 @@ def _collect(
 @triton.jit
 def _piece_maxima(
     row_ptr,
+    own_ptr,
+    edited,
     pieces_ptr,
     temperature,
     VOCAB_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
+    HAS_EDITED: tl.constexpr,
 ):
     NUM_PIECES: tl.constexpr = (VOCAB_SIZE + PIECE - 1) // PIECE
     PIECES_OF_TILE: tl.constexpr = TILE // PIECE
     for start in range(0, VOCAB_SIZE, TILE):
-        keys = _load_keys(row_ptr, start, temperature, VOCAB_SIZE, TILE)
+        keys = _load_keys(
+            row_ptr, own_ptr, edited, start, temperature, VOCAB_SIZE, TILE, HAS_EDITED
+        )
         maxima = tl.max(tl.reshape(keys, [PIECES_OF_TILE, PIECE]), axis=1)
         at = start // PIECE + tl.arange(0, PIECES_OF_TILE)
         tl.store(pieces_ptr + at, maxima, mask=at < NUM_PIECES)
@@ -185,6 +221,10 @@ def _cut_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    edited_ptr,
+    edit_kinds_ptr,
+    total_len_ptr,
+    min_total_ptr,
     out_ptr,
     pieces_ptr,
     collected_ptr,
@@ -194,6 +234,7 @@ def _cut_kernel(
     PIECE: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
     CAPACITY: tl.constexpr,
+    HAS_EDITED: tl.constexpr,
 ):
     NUM_PIECES: tl.constexpr = (VOCAB_SIZE + PIECE - 1) // PIECE
     MOST_GUESSED: tl.constexpr = (NUM_PIECES * 3 + 3) // 4
@@ -211,7 +252,13 @@ def _cut_kernel(
 
     row_ptr = logits_ptr + row * logits_stride
     pieces_ptr += row * BLOCK_PIECES
-    _piece_maxima(row_ptr, pieces_ptr, temperature, VOCAB_SIZE, TILE, PIECE)
+    own_ptr = edited_ptr + row * VOCAB_SIZE
+    edited = False
+    if HAS_EDITED:
+        edited = is_edited(slot, edit_kinds_ptr, total_len_ptr, min_total_ptr)
+    _piece_maxima(
+        row_ptr, own_ptr, edited, pieces_ptr, temperature, VOCAB_SIZE, TILE, PIECE, HAS_EDITED
+    )
     tl.debug_barrier()  # what one thread stored, another loads
     at = tl.arange(0, BLOCK_PIECES)
     pieces = tl.load(pieces_ptr + at, mask=at < NUM_PIECES, other=_LOWEST_KEY, cache_modifier=".cg")
@@ -233,7 +280,18 @@ def _cut_kernel(
         guess = tl.maximum(guess, cut)
         collected_ptr += row * CAPACITY
         num_collected, total = _collect(
-            row_ptr, collected_ptr, temperature, top, cut, guess, VOCAB_SIZE, TILE, CAPACITY
+            row_ptr,
+            own_ptr,
+            edited,
+            collected_ptr,
+            temperature,
+            top,
+            cut,
+            guess,
+            VOCAB_SIZE,
+            TILE,
+            CAPACITY,
+            HAS_EDITED,
         )
         tl.debug_barrier()
         index = tl.arange(0, CAPACITY)
@@ -254,9 +312,22 @@ def _cut_kernel(
                 is_all = fits
             else:
                 cut = _search_row(
-                    row_ptr, temperature, top, goal, cut, high, VOCAB_SIZE, TILE, True
+                    row_ptr,
+                    own_ptr,
+                    edited,
+                    temperature,
+                    top,
+                    goal,
+                    cut,
+                    high,
+                    VOCAB_SIZE,
+                    TILE,
+                    True,
+                    HAS_EDITED,
                 )
-                total = _sum_row(row_ptr, temperature, top, cut, VOCAB_SIZE, TILE)
+                total = _sum_row(
+                    row_ptr, own_ptr, edited, temperature, top, cut, VOCAB_SIZE, TILE, HAS_EDITED
+                )
                 is_all = fits & (guess <= cut)
         if has_p:
             goal = top_p * total
@@ -265,7 +336,18 @@ def _cut_kernel(
                 cut = _search(keys, masses, goal, tl.maximum(guess, cut), high, 1)
             else:
                 cut = _search_row(
-                    row_ptr, temperature, top, goal, cut, high, VOCAB_SIZE, TILE, False
+                    row_ptr,
+                    own_ptr,
+                    edited,
+                    temperature,
+                    top,
+                    goal,
+                    cut,
+                    high,
+                    VOCAB_SIZE,
+                    TILE,
+                    False,
+                    HAS_EDITED,
                 )
     tl.store(out_ptr + row, _value(cut.to(tl.int32)))
 
@@ -300,12 +382,16 @@ def cut_threshold(
     top_k: torch.Tensor,  # [R] int32
     top_p: torch.Tensor,  # [R] float32
     min_p: torch.Tensor,  # [R] float32
+    edited: torch.Tensor | None = None,  # [at least B, V] float32
+    edits: EditedSlots | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [B] float32, of the logits over their temperature
-    """Parameters are those of a row's slot; -inf for a row that asks for no cut or is greedy."""
+    """Parameters are those of a row's slot; -inf for a row that asks for no cut or is greedy.
+    edited: what `edit_logits` made of the logits by `edits`."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and vocab_size == workspace.vocab_size, logits.shape
     assert num_rows <= len(workspace.pieces), (num_rows, len(workspace.pieces))
+    assert (edited is None) == (edits is None)
     if out is None:
         out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
@@ -316,6 +402,10 @@ def cut_threshold(
             top_k,
             top_p,
             min_p,
+            logits if edited is None else edited,
+            None if edits is None else edits.edit_kinds,
+            None if edits is None else edits.total_len,
+            None if edits is None else edits.min_total,
             out,
             workspace.pieces,
             workspace.collected,
@@ -325,6 +415,7 @@ def cut_threshold(
             PIECE=workspace.piece,
             BLOCK_PIECES=workspace.pieces.shape[1],
             CAPACITY=workspace.collected.shape[1],
+            HAS_EDITED=edits is not None,
             num_warps=16,
         )
     return out

@@ -13,7 +13,8 @@ require_triton()
 
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers  # noqa: E402
 from termgen.engine.device.runner.request_state import RequestState  # noqa: E402
-from termgen.engine.device.sampling.sampler import TokenRing  # noqa: E402
+from termgen.engine.device.sampling.metadata import HAS_PENALTIES  # noqa: E402
+from termgen.engine.device.sampling.token_ring import TokenRing  # noqa: E402
 from termgen.vocabulary.step import CORRUPT_TOKEN  # noqa: E402
 
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -154,8 +155,7 @@ def test_samples_are_taken_in_as_by_torch(
     print(f"seed {seed}")
     rng = random.Random(seed)
     fused = make_state(rng, 16, device=device)
-    if with_counts:
-        fused.make_penalty_tables()
+    fused.edit_kinds[:16] = torch.tensor([rng.randrange(4) for _ in range(16)])
     fused.fused = True
     plain = copy.deepcopy(fused)
     plain.fused = False
@@ -173,8 +173,8 @@ def test_samples_are_taken_in_as_by_torch(
             if rng.random() < 0.1:
                 ids[row] = CORRUPT_TOKEN
         sampled = torch.tensor(ids, device=device)
-        ours = fused.append_sampled(slots, counts, sampled, rings[0])
-        theirs = plain.append_sampled(slots, counts, sampled, rings[1])
+        ours = fused.append_sampled(slots, counts, sampled, rings[0], has_penalties=with_counts)
+        theirs = plain.append_sampled(slots, counts, sampled, rings[1], has_penalties=with_counts)
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
         expected = columns(plain)
         for name, column in columns(fused).items():
@@ -183,6 +183,9 @@ def test_samples_are_taken_in_as_by_torch(
         assert torch.equal(rings[0].index, rings[1].index) and not rings[0].arrivals.any()
         took |= set(ours.tolist())
     assert num_rows < 2 or (-1 in took and len(took) > 2)
+    counted = fused.token_counts.sum(dim=1) > 0
+    assert num_rows < 2 or counted.any() == with_counts
+    assert not (counted & (fused.edit_kinds & HAS_PENALTIES == 0)).any()
 
 
 @devices
@@ -192,7 +195,7 @@ def test_a_corrupt_row_ends_and_what_runs_it_on_reads_an_id_that_exists(
 ) -> None:
     state = make_state(random.Random(2), 4, device=device)
     state.fused = fused
-    state.make_penalty_tables()
+    state.edit_kinds.fill_(HAS_PENALTIES)
     state.finished.fill_(False)
     state.total_len.fill_(7)
     state.num_computed.fill_(6)
@@ -210,10 +213,11 @@ def test_a_corrupt_row_ends_and_what_runs_it_on_reads_an_id_that_exists(
         assert tokens.tolist() == [33, CORRUPT_TOKEN, 34, -1]
         assert state.finished[:4].tolist() == [False, True, False, True]
         assert (state.token_ids >= 0).all()
-        assert state.output_counts is not None
-        assert int(state.output_counts.sum()) == (0 if to is ring else 2)
+        assert int(state.token_counts.sum()) == 2
+        state.token_counts.zero_()
         tokens = state.append_sampled(slots, torch.ones_like(slots), sampled.clamp(min=0), to)
         assert tokens.tolist() == [33, -1, 34, -1], "nothing more of a row that ended"
+        state.token_counts.zero_()
 
 
 @devices

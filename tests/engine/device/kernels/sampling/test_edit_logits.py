@@ -1,4 +1,4 @@
-"""Logit edits and grammar masks in kernels against plain Python and their torch references."""
+"""Logit edits and grammar masks in kernels against the sampler's torch code."""
 
 from __future__ import annotations
 
@@ -6,57 +6,72 @@ import random
 
 import pytest
 import torch
-from logit_edit_rows import LENGTH, added, edited_by_hand, random_row
-from triton_device import DEVICES_AND_DTYPES, normal, require_triton
+from sampling_rows import NEEDS, batch_of, fill, make_state, plan_of, random_row
+from triton_device import DEVICES_AND_DTYPES, normal, poison, require_triton
 
 require_triton()
 
 from termgen.engine.device.kernels.sampling.edit_logits import (  # noqa: E402
     edit_logits,
-    edit_logits_reference,
     mask_tokens_,
     mask_tokens_reference,
 )
-from termgen.engine.device.sampling.logit_edits import LogitEditTables  # noqa: E402
+from termgen.engine.device.sampling.sampler import process_logits  # noqa: E402
 
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
-ROWS = 7
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 
 @devices_and_dtypes
-@pytest.mark.parametrize("vocab", [67, 5001])
-def test_rows_are_edited_as_by_hand(device: str, dtype: torch.dtype, vocab: int) -> None:
+@pytest.mark.parametrize("vocab", [67, 2048, 5001])
+def test_rows_are_edited_as_by_the_sampler(device: str, dtype: torch.dtype, vocab: int) -> None:
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
-    tables = LogitEditTables(ROWS, vocab, torch.device(device))
-    token_ids = torch.full((ROWS, LENGTH), 1, dtype=torch.int32)  # what lay there before
-    for _ in range(4):
-        rows = [random_row(rng, slot, vocab) for slot in range(ROWS - 1)]
-        rows.append(added(ROWS - 1, [1, 2], 1))  # one that asks for nothing
-        for row in rows:
-            tables.take_over(row)
-            token_ids[row.slot, : len(row.token_ids)] = torch.from_numpy(row.token_ids)
-        chosen = [*rng.sample(range(ROWS - 1), 4), ROWS - 1]
-        slots = torch.tensor([0, *chosen], device=device)[1:]  # not aligned
-        lengths = {
-            "token_ids": token_ids.to(device),
-            "total_len": torch.tensor([len(r.token_ids) for r in rows], device=device),
-            "prompt_len": torch.tensor([r.num_prompt_tokens for r in rows], device=device),
-        }
-        wide = normal(5, vocab + 9, dtype=dtype, device=device, seed=rng.randrange(10**6), scale=9)
+    state = make_state(14, vocab, device)
+    num_edited = 0
+    for _ in range(3):
+        fill(rng, state, vocab)  # the slots' last owners leave nothing behind
+        slots, counts = batch_of(rng, state, 10, 2)
+        wide = normal(12, vocab + 9, dtype=dtype, device=device, seed=rng.randrange(10**6), scale=9)
         logits = wide[:, :vocab]  # rows apart
+        for row in range(12):
+            for value in rng.sample([INF, -INF, NAN, 0.0, -0.0], 2):
+                logits[row, rng.randrange(vocab)] = value
         before = logits.clone()
-        got = edit_logits(logits, slots, tables, **lengths)
-        reference = edit_logits_reference(logits, slots, tables, **lengths)
-        assert got.dtype == dtype and torch.equal(got, reference)
-        by_hand = [
-            edited_by_hand(before[i].float().tolist(), rows[slot]) for i, slot in enumerate(chosen)
-        ]
-        assert torch.equal(got.cpu(), torch.tensor(by_hand).to(dtype))
-        assert torch.equal(logits, before), "log-probabilities are taken from what came in"
-        assert torch.equal(got[-1], before[-1])
+        out = poison(13, vocab, dtype=torch.float32, device=device).fill_(777.0)
+        edit_logits(logits, slots, state, out)
+        expected = process_logits(logits.float(), state.sampling_metadata(slots, counts, NEEDS))
+        early = state.total_len[slots] < state.min_total[slots]
+        is_edited = early | (state.edit_kinds[slots] != 0)
+        num_edited += int(is_edited.sum())
+        got = out[:12][is_edited]
+        assert torch.equal(got.isnan(), expected[is_edited].isnan())
+        assert torch.equal(got.nan_to_num(nan=0.5), expected[is_edited].nan_to_num(nan=0.5))
+        assert (out[:12][~is_edited] == 777.0).all() and (out[12] == 777.0).all()
+        assert not is_edited[10:].any(), "padded rows"
+        unedited = expected[~is_edited]
+        assert torch.equal(unedited.nan_to_num(), logits[~is_edited].float().nan_to_num())
+        assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "they are only read"
+    assert num_edited > 10
+
+
+@devices_and_dtypes
+def test_products_are_rounded_before_they_are_subtracted(device: str, dtype: torch.dtype) -> None:
+    """A fused multiply-add would round once, and draw another token now and then."""
+    rng, vocab = random.Random(5), 4001
+    state = make_state(4, vocab, device)
+    row = random_row(rng, 0, vocab, frequency_penalty=0.3, presence_penalty=-0.7)
+    state.update(plan_of([row]))
+    state.token_counts[0] = torch.randint(
+        0, 1000, (vocab,), generator=torch.Generator().manual_seed(3), dtype=torch.int32
+    )
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    logits = normal(1, vocab, dtype=dtype, device=device, seed=2, scale=9)
+    out = poison(1, vocab, dtype=torch.float32, device=device)
+    edit_logits(logits, slots, state, out)
+    meta = state.sampling_metadata(slots, torch.ones_like(slots), NEEDS)
+    assert torch.equal(out, process_logits(logits.float(), meta))
 
 
 def mask_case(vocab_size: int, num_slots: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
