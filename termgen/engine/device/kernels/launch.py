@@ -56,6 +56,13 @@ def has_hopper_gluon(device: torch.device) -> bool:
     return is_hopper and triton.__version__.startswith(_GLUON_RELEASES)
 
 
+def register_limit(device: torch.device, num_registers: int) -> dict[str, int]:
+    """Launch arguments that keep a kernel to so many registers per thread, where that is known."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return {}
+    return {"maxnreg": num_registers}
+
+
 def pdl_options(device: torch.device, *, enabled: bool = True) -> dict[str, bool]:
     """Launch arguments of a kernel that takes part in programmatic dependent launch.
 

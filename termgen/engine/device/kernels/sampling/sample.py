@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from termgen.engine.device.kernels.launch import next_power_of_2, num_sms
+from termgen.engine.device.kernels.launch import next_power_of_2, num_sms, register_limit
 from termgen.engine.device.kernels.sampling.edit_logits import EditedSlots, is_early, is_edited
 from termgen.engine.device.sampling.gumbel import Stream, gumbel_argmax, mark_corrupt
 from termgen.engine.device.sampling.metadata import HAS_EDITS
@@ -28,6 +28,10 @@ from termgen.vocabulary.step import CORRUPT_TOKEN
 
 _BLOCK = 1024
 _PROGRAMS_PER_SM = 8
+_NUM_WARPS = 4
+_REGISTERS = 2**16 // (_PROGRAMS_PER_SM * _NUM_WARPS * 32)
+"""Most of a thread, so that a multiprocessor has enough for all its programs at once: with a few
+more, the last ones would wait for the others to end."""
 _GREEDY_EPSILON = tl.constexpr(GREEDY_EPSILON)
 _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)  # `sampling.gumbel`
 _ROOM = tl.constexpr(0.999)
@@ -142,10 +146,6 @@ def _sample_kernel(
     row_ptr = logits_ptr + row * logits_stride
     if HAS_EDITED:
         edited = is_edited(slot, edit_kinds_ptr, total_len_ptr, min_total_ptr)
-        if (tl.load(edit_kinds_ptr + slot) & _HAS_EDITS) != 0:
-            may_be_empty |= 1
-        if is_early(slot, total_len_ptr, min_total_ptr):
-            may_be_empty |= 1
 
     best_key = tl.full([BLOCK], _LOWEST_KEY, tl.int32)
     best_id = tl.zeros([BLOCK], tl.int32)
@@ -182,6 +182,11 @@ def _sample_kernel(
         else:
             best_key, best_id = _keep_better(best_key, best_id, scores, ids, inside)
 
+    if HAS_EDITED:
+        if (tl.load(edit_kinds_ptr + slot) & _HAS_EDITS) != 0:
+            may_be_empty |= 1
+        if is_early(slot, total_len_ptr, min_total_ptr):
+            may_be_empty |= 1
     best = tl.max((best_key.to(tl.int64) << 32) | (_LARGEST_KEY - best_id), axis=0)
     if num_parts == 1:
         _store_winner(out_ptr + row, row_ptr, best, may_be_empty)
@@ -273,7 +278,8 @@ def sample(
         HAS_EDITED=edits is not None,
         BLOCK=_BLOCK,
         MAX_PARTS=next_power_of_2(workspace.num_blocks),
-        num_warps=4,
+        num_warps=_NUM_WARPS,
+        **register_limit(logits.device, _REGISTERS),
     )
     return out
 
