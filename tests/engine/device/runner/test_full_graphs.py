@@ -145,3 +145,17 @@ def test_log_probabilities_survive_all_the_steps_in_flight(
     assert [logprobs.logprobs[0].tolist() for logprobs in late] == expected
     assert len({tuple(row) for row in expected}) > 10, "each step has its own"
     assert all(logprobs.token_ids.shape == (1, 5) for logprobs in late)
+
+
+def test_results_that_the_host_cannot_see_are_copied(tiny_model_dir: Callable[[str], Path]) -> None:
+    """A GPU without termgen's kernels keeps the ring in its own memory."""
+    seed = 5
+    print(f"seed {seed}")
+    folder = tiny_model_dir("llama")
+    expected, _ = run(make_engine(folder, (1, 4, 8), asynchronous=False), seed)
+    engine = make_engine(folder, (1, 4, 8), asynchronous=False)
+    graphs = engine.core.executor._runner.graphs  # type: ignore[attr-defined]
+    graphs.ring.host = None
+    copied, steps = run(engine, seed)
+    assert copied == expected
+    assert any(s.graph_mode == "FULL" for s in steps)
