@@ -34,7 +34,7 @@ def random_params(rng: random.Random, vocab: int) -> dict[str, Any]:
     if rng.random() < 0.15:
         return {"temperature": rng.choice([0.0, 0.8])}
     kinds: list[dict[str, Any]] = [
-        {"repetition_penalty": rng.choice([0.5, 1.1, 2.0, 10.0, 2e-38])},
+        {"repetition_penalty": rng.choice([0.5, 1.1, 2.0, 10.0, 1e-3])},
         {"presence_penalty": rng.uniform(-2, 2)},
         {"frequency_penalty": rng.uniform(-2, 2)},
         {"min_tokens": rng.choice([1, 15])},

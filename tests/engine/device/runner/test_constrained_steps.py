@@ -27,10 +27,11 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.5},
     {"temperature": 1.2, "top_k": 20, "top_p": 0.8},
     {"temperature": 0.9, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "min_tokens": 2, "logit_bias": {40: 2.0}},
     {"temperature": 0.0, "logprobs": 2, "min_tokens": 3},
 ]
-RECORDED_KINDS = KINDS[:3]
-"""The kinds that recordings of whole steps cover."""
+RECORDED_KINDS = KINDS[:-1]
+"""Kinds whose sampling with masks is recorded."""
 Answers = dict[str, list[int]]
 
 

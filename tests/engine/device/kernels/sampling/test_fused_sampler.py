@@ -99,11 +99,12 @@ def test_corrupt_rows_are_told_by_the_logits_of_the_model(device: str, dtype: to
     slots, counts = torch.arange(6, device=device), torch.ones(6, dtype=torch.int64, device=device)
     logits = torch.full((6, vocab), -INF, dtype=dtype, device=device)
     logits[1] = 1.0
-    logits[1, state.token_ids[1, 0]] = 2.0  # finite, and infinite once it is penalised
+    logits[1, state.token_ids[1, 0]] = 100.0  # finite, and infinite once it is penalised
     logits[4, 7], logits[5, 9] = NAN, INF
     expected = Sampler()(logits.float(), state.sampling_metadata(slots, counts, NEEDS)).token_ids
     drawn, _ = kernels(logits, slots, counts, state, NEEDS)
     assert torch.equal(drawn, expected)
+    assert kernels.edited[1].isinf().any()
     corrupt = (drawn == CORRUPT_TOKEN).tolist()
     assert corrupt == [True, False, False, False, True, True]
 
