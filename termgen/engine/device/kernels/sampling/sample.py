@@ -253,6 +253,7 @@ def sample(
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return out
+    is_plain = threshold is None and edits is None  # which takes fewer by itself
     num_blocks_each = workspace.num_blocks_each(num_rows)
     _sample_kernel[(num_rows, triton.cdiv(workspace.num_blocks, num_blocks_each))](
         logits,
@@ -279,7 +280,7 @@ def sample(
         BLOCK=_BLOCK,
         MAX_PARTS=next_power_of_2(workspace.num_blocks),
         num_warps=_NUM_WARPS,
-        **register_limit(logits.device, _REGISTERS),
+        **({} if is_plain else register_limit(logits.device, _REGISTERS)),
     )
     return out
 
