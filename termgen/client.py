@@ -100,7 +100,7 @@ class TokenLogprob:
     logprob: float
     rank: int
     """1 = most likely."""
-    top: tuple[tuple[int, str, bytes, float], ...] = ()
+    top: Sequence[tuple[int, str, bytes, float]] = ()
     """(token id, text, bytes, logprob), most likely first."""
 
 

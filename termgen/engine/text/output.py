@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from termgen.client import RequestTimings, TokenDelta, TokenLogprob
 from termgen.engine.text.detokenizer import Detokenizer, StopAutomaton
@@ -427,10 +427,46 @@ class OutputProcessor:
         names, end = self._names, num_top + 1
         entries = []
         for row in range(first, first + count):
-            ids, values = rows.token_ids[row][:end], rows.logprobs[row][:end]
-            chosen, *top = [(i, *names[i], v) for i, v in zip(ids, values, strict=True)]
-            entries.append(TokenLogprob(*chosen, rank=rows.ranks[row], top=tuple(top)))
+            ids, values = rows.token_ids[row], rows.logprobs[row]
+            top = _Likeliest(ids[1:end], values[1:end], names) if end > 1 else ()
+            entries.append(TokenLogprob(ids[0], *names[ids[0]], values[0], rows.ranks[row], top))
         return tuple(entries)
+
+
+class _Likeliest(Sequence[tuple[int, str, bytes, float]]):
+    """The likeliest tokens of a position, put together when they are read: a step of 256 rows has
+    thousands, and the engine waits for who makes them."""
+
+    __slots__ = ("_ids", "_names", "_values")
+
+    def __init__(self, ids: list[int], values: list[float], names: _TokenNames) -> None:
+        self._ids, self._values, self._names = ids, values, names
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, str, bytes, float]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[int, str, bytes, float]]: ...
+
+    def __getitem__(
+        self, index: int | slice
+    ) -> tuple[int, str, bytes, float] | Sequence[tuple[int, str, bytes, float]]:
+        if isinstance(index, slice):
+            return _Likeliest(self._ids[index], self._values[index], self._names)
+        token_id = self._ids[index]
+        return token_id, *self._names[token_id], self._values[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 class _TokenNames(dict[int, tuple[str, bytes]]):

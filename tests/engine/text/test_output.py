@@ -291,6 +291,26 @@ class TestLogprobs:
         assert [t[3] for t in two.top] == [-1.0, -1.5]
         assert two.top[0][2] == b"a"
 
+    def test_likeliest_tokens_are_named_when_they_are_read(
+        self, processor: OutputProcessor, smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        a, b, c = smollm2.encode("a b c")
+        named: list[int] = []
+        token_text = smollm2.token_text
+        monkeypatch.setattr(smollm2, "token_text", lambda i: named.append(i) or token_text(i))
+        processor.add(request(logprobs=2), 0)
+        logprobs = self.step_logprobs([[a, b, c]])
+        [delta] = processor.process(
+            delivery([(0, 0, [a])], started=[start()], logprobs=logprobs),
+        )
+        assert delta.logprobs is not None and named == [a]
+        top = delta.logprobs[0].top
+        assert len(top) == 2 and named == [a]
+        second = (c, " c", b" c", -1.5)
+        assert top[1] == second and named == [a, c]
+        assert top[1:] == (second,) and top == ((b, " b", b" b", -1.0), second) != top[1:]
+        assert hash(top) == hash(tuple(top)) and repr(top) == repr(tuple(top))
+
     def test_logprobs_travel_with_their_tokens_while_text_is_held(
         self, processor: OutputProcessor, smollm2: Tokenizer
     ) -> None:
