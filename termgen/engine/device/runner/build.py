@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from termgen.config import EngineConfig
 from termgen.engine.device import native
@@ -35,6 +36,7 @@ from termgen.engine.device.runner.dispatch import (
     CudaGraphDispatcher,
     decode_sizes,
     mixed_sizes,
+    most_recorded_tokens,
     piecewise_sizes,
 )
 from termgen.engine.device.runner.memory import MemoryAccount, MemoryMeter, make_meter, weight_bytes
@@ -371,9 +373,10 @@ def choose_graphs(
         why = f"{attention.name} attention cannot be recorded"
         return none(why) if mode == "full_decode_only" or not has_pieces else pieces(why)
     is_both = mode == "full_and_piecewise" and has_pieces
+    size = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else 0
     return CudaGraphDispatcher(
         decode_sizes(seqs),
-        mixed=mixed_sizes(tokens) if mode == "full" else (),
+        mixed=mixed_sizes(tokens, most_recorded_tokens(size)) if mode == "full" else (),
         piecewise=piecewise_sizes(seqs, tokens) if is_both else (),
         max_num_seqs=seqs,
     )

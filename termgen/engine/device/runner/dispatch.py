@@ -65,6 +65,11 @@ NEEDS = {
 """Sampler features of the recordings that sample."""
 
 
+PLAIN_TOKENS = 64
+"""Steps with prompts and more tokens than this are recorded for any sampling alone: its few
+launches are a small part of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
     """What distinguishes one recording of a whole step from another. Sizes are padded ones."""
@@ -101,15 +106,29 @@ def decode_sizes(max_num_seqs: int, largest: int = 512) -> tuple[int, ...]:
 
 
 def mixed_sizes(max_num_batched_tokens: int, largest: int = 2048) -> tuple[int, ...]:
-    """Token counts to record for steps that hold prompts, ascending. Above the largest, launching
-    operations one by one takes less time than the device does."""
-    sizes = {16, 32, 64, *range(128, 513, 128), 768, 1024, 1536, 2048}
+    """Token counts to record for steps that hold prompts, ascending: close together, since padding
+    costs what a prompt's tokens cost."""
+    middle = (*range(128, 1025, 64), *range(1152, 2049, 128))
+    sizes = {16, 32, 64, *middle, *range(2560, largest + 1, 512)}
     return tuple(sorted(s for s in sizes if s <= min(largest, max_num_batched_tokens)))
 
 
+def most_recorded_tokens(num_parameters: int) -> int:
+    """Size from 2048 to 8192 tokens up to which steps that hold prompts are recorded. Launching a
+    longer one takes the host less time than the device computes, also while other threads want the
+    GIL: then it takes up to 40 ms.
+
+    A token takes about two operations per parameter, and a large GPU makes 600 TFLOP/s; a slower
+    one hides its launches behind fewer tokens.
+    """
+    return min(8192, max(2048, int(40e-3 * 600e12 / (2 * max(1, num_parameters)))))
+
+
 def piecewise_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Token counts to record for steps cut at attention, ascending: those of both other kinds."""
-    mixed = mixed_sizes(max_num_batched_tokens)
+    """Token counts to record for steps cut at attention, ascending. Each is many recordings, so
+    those that hold prompts are further apart."""
+    prompts = {16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048}
+    mixed = {size for size in prompts if size <= max_num_batched_tokens}
     return tuple(sorted({*decode_sizes(max_num_seqs), *mixed}))
 
 
@@ -139,6 +158,10 @@ class CudaGraphDispatcher:
         """Rows of the decodes that are recorded in two parts, model and sampling: fewer, for they
         serve fewer steps, and a decode reads the weights whatever its size."""
         self.mixed = tuple(sorted(mixed))
+        self.split_mixed = tuple(
+            s for s in self.mixed if s <= 2048 and (s % 256 == 0 or s & (s - 1) == 0)
+        )
+        """Likewise of the steps that hold prompts: up to 2048 tokens, further apart."""
         self.piecewise = tuple(sorted(piecewise))
         self.max_num_seqs = max_num_seqs
         self.disabled_reason = disabled_reason
@@ -146,6 +169,7 @@ class CudaGraphDispatcher:
         self._padded_rows = _padded(self.sizes)
         self._padded_split = _padded(self.split_sizes)
         self._padded_tokens = _padded(self.mixed)
+        self._padded_split_tokens = _padded(self.split_mixed)
         self._padded_pieces = _padded(self.piecewise)
 
     @property
@@ -168,7 +192,9 @@ class CudaGraphDispatcher:
         plain, unusual, outside, masked = SamplingVariant
         found = [self._decode(size, v) for size in self.sizes for v in (plain, unusual)]
         found += [self._decode(size, v) for size in self.split_sizes for v in (outside, masked)]
-        found += [self._mixed(s, v) for s in self.mixed for v in (plain, unusual, outside)]
+        found += [self._mixed(s, plain) for s in self.mixed if s <= PLAIN_TOKENS]
+        found += [self._mixed(s, unusual) for s in self.mixed]
+        found += [self._mixed(s, outside) for s in self.split_mixed]
         return sorted(found, key=lambda d: (-d.num_tokens, -d.num_rows))
 
     def largest(self) -> CudaGraphDispatcher:
@@ -198,7 +224,7 @@ class CudaGraphDispatcher:
         full = self._full(num_rows, num_tokens, sampling)
         if full is not None:
             return Dispatch(GraphMode.FULL, full, full.num_tokens)
-        reason = self._miss(num_rows, num_tokens)
+        reason = self._miss(num_rows, num_tokens, sampling)
         if num_tokens >= len(self._padded_pieces):
             return Dispatch(GraphMode.NONE, reason=reason)
         if not self._recorded_whole(num_rows, num_tokens):
@@ -209,24 +235,29 @@ class CudaGraphDispatcher:
     def _full(
         self, num_rows: int, num_tokens: int, sampling: SamplingVariant
     ) -> BatchDescriptor | None:
+        is_split = sampling is SamplingVariant.OUTSIDE
         if num_tokens == num_rows and num_rows < len(self._padded_rows):
-            is_split = sampling is SamplingVariant.OUTSIDE
             padded = self._padded_split if is_split else self._padded_rows
             return self._decode(padded[num_rows], sampling)
-        if num_tokens < len(self._padded_tokens) and num_rows <= self.max_num_seqs:
-            return self._mixed(self._padded_tokens[num_tokens], sampling)
-        return None
+        padded = self._padded_split_tokens if is_split else self._padded_tokens
+        if num_tokens >= len(padded) or num_rows > self.max_num_seqs:
+            return None
+        size = padded[num_tokens]
+        if sampling is SamplingVariant.PLAIN and size > PLAIN_TOKENS:
+            sampling = SamplingVariant.ANY
+        return self._mixed(size, sampling)
 
     def _recorded_whole(self, num_rows: int, num_tokens: int) -> tuple[int, ...]:
         """Sizes of the whole steps of this kind, decodes or others, that are recorded."""
         return self.sizes if num_tokens == num_rows else self.mixed
 
-    def _miss(self, num_rows: int, num_tokens: int) -> str:
+    def _miss(self, num_rows: int, num_tokens: int, sampling: SamplingVariant) -> str:
         """Why no recording of the whole step serves, or none at all where only pieces could."""
         is_decode = num_tokens == num_rows
         if is_decode and self.sizes:
             return f"more than {self.sizes[-1]} rows"
-        largest = max((*self.mixed, *self.piecewise), default=0)
+        whole = self.split_mixed if sampling is SamplingVariant.OUTSIDE else self.mixed
+        largest = max((*whole, *self.piecewise), default=0)
         if not largest:
             return "a prompt is being computed"
         return f"{'' if is_decode else 'a prompt, and '}more than {largest} tokens"

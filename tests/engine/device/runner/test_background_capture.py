@@ -44,13 +44,13 @@ def test_the_largest_of_each_kind_come_first_then_the_most_useful() -> None:
     assert sorted(map(repr, first + later)) == sorted(map(repr, everything))
     kinds = [(d.num_tokens, d.is_decode, d.sampling) for d in first]
     assert kinds[:7] == [
-        (2048, False, PLAIN),
         (2048, False, FILTERED),
         (2048, False, OUTSIDE),
         (256, True, PLAIN),
         (256, True, FILTERED),
         (256, True, OUTSIDE),
         (256, True, MASKED),
+        (64, False, PLAIN),
     ]
     assert kinds[7][:2] == (1, True)
     for d in first[7:]:
@@ -104,7 +104,7 @@ def make_engine(
     runner = engine.core.executor._runner  # type: ignore[attr-defined]
     if recorder is not None:
         sizes = (1, 2, 4, 8, 12, 16)
-        dispatcher = CudaGraphDispatcher(sizes, mixed=(16, 140, 400), max_num_seqs=16)
+        dispatcher = CudaGraphDispatcher(sizes, mixed=(16, 192, 512), max_num_seqs=16)
         runner.graphs = runner.make_graphs(dispatcher)
         runner.graphs.record_useful(recorder, lambda done: None)
     return engine
@@ -128,7 +128,7 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
     num_first = made
     expected = {seed: run(make_engine(folder, None), seed)[0] for seed in (1, 2)}
     snapshot = engine.snapshot()
-    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (num_first, 31)
+    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (num_first, 28)
 
     tokens, steps = run(engine, 1)
     assert tokens == expected[1]
@@ -144,9 +144,9 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
 
     while engine.core.use_idle_time():
         pass
-    assert made == 31
+    assert made == 28
     snapshot = engine.snapshot()
-    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (31, 31)
+    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (28, 28)
     engine.core.scheduler.reset_prefix_cache()
     tokens, steps = run(engine, 1)
     assert tokens == expected[1]
@@ -179,7 +179,7 @@ def test_recordings_that_cannot_be_made_leave_steps_eager(
     assert gc.isenabled()
     assert not engine.core.use_idle_time()
     status = engine.core.executor.graph_status()
-    assert status.num_recorded == status.num_graphs < 31
+    assert status.num_recorded == status.num_graphs < 28
     tokens, steps = run(engine, 1)
     assert tokens == run(make_engine(folder, None), 1)[0]
     assert reason in {s.graph_reason for s in steps}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from paged_model import build
+from torch import nn
 
 from termgen.config import CUDAGRAPH_MODES, EngineConfig
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
@@ -17,12 +18,15 @@ from termgen.engine.device.runner.build import choose_graphs
 from termgen.engine.device.runner.dispatch import (
     EVERYTHING,
     NEEDS,
+    PLAIN_TOKENS,
     BatchDescriptor,
     CudaGraphDispatcher,
     GraphMode,
     SamplingVariant,
     decode_sizes,
     mixed_sizes,
+    most_recorded_tokens,
+    piecewise_sizes,
     variant_of,
 )
 from termgen.engine.device.runner.resolve import Limits
@@ -111,8 +115,28 @@ def test_mixed_steps_replay_the_smallest_recording_that_holds_them(
                 continue
             assert found.descriptor in recorded and not found.descriptor.is_decode
             assert found.descriptor.num_tokens == min(s for s in sizes if s >= tokens)
+            is_short = found.descriptor.num_tokens <= PLAIN_TOKENS
+            assert (found.descriptor.sampling is SamplingVariant.PLAIN) == is_short
             assert found.descriptor.num_rows >= rows
             assert found.num_padded(tokens) == found.descriptor.num_tokens - tokens
+
+
+def test_prompts_are_padded_little() -> None:
+    sizes = mixed_sizes(8192, 8192)
+    for tokens in range(128, 8193):
+        padded = next(s for s in sizes if s >= tokens)
+        assert padded - tokens < max(64, tokens / 4), (tokens, padded)
+
+
+def test_steps_whose_launches_the_device_hides_are_not_recorded() -> None:
+    assert [most_recorded_tokens(n) for n in (0, 10**8, 6 * 10**8)] == [8192] * 3
+    assert 2048 < most_recorded_tokens(3 * 10**9) < 8192
+    assert most_recorded_tokens(8 * 10**9) == most_recorded_tokens(10**12) == 2048
+    small, large = (nn.Linear(n, 1, device="meta") for n in (10**8, 8 * 10**9))
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=8192, max_model_len=128)
+    for model, most in ((small, 8192), (large, 2048)):
+        dispatcher = choose("cuda", ALL_MODES, limits=limits, model=model)
+        assert dispatcher.mixed[-1] == most and dispatcher.split_mixed[-1] == 2048
 
 
 def test_the_largest_recordings_are_among_all() -> None:
@@ -256,6 +280,7 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
     dispatcher = choose("cuda", ALL_MODES, limits=limits, cudagraph_mode=mode)
     recorded = set(dispatcher.descriptors())
     decodes, mixed = decode_sizes(max_num_seqs), mixed_sizes(budget)
+    cut = piecewise_sizes(max_num_seqs, budget)
     for rows in range(1, max_num_seqs + 1):
         for tokens in range(rows, budget + 1):
             for sampling in STEPS:
@@ -264,16 +289,19 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
                 whole: tuple[int, ...] = ()
                 if mode.startswith("full"):
                     whole = decodes if is_decode else mixed if mode == "full" else ()
-                    if is_decode and sampling is SamplingVariant.OUTSIDE:
-                        whole = dispatcher.split_sizes
-                pieces = {*decodes, *mixed} if mode.endswith("piecewise") else set()
+                    if whole and sampling is SamplingVariant.OUTSIDE:
+                        whole = dispatcher.split_sizes if is_decode else dispatcher.split_mixed
+                pieces = cut if mode.endswith("piecewise") else ()
                 if any(size >= tokens for size in whole):
                     assert found.mode is GraphMode.FULL and found.reason == ""
                     descriptor = found.descriptor
                     assert descriptor in recorded and descriptor is not None
                     assert descriptor.num_tokens == min(s for s in whole if s >= tokens)
                     assert rows <= descriptor.num_rows <= dispatcher.max_rows
-                    assert descriptor.is_decode == is_decode and descriptor.sampling is sampling
+                    assert descriptor.is_decode == is_decode
+                    is_joined = not is_decode and descriptor.num_tokens > PLAIN_TOKENS
+                    own = SamplingVariant.ANY if sampling is SamplingVariant.PLAIN else sampling
+                    assert descriptor.sampling is (own if is_joined else sampling)
                 elif any(size >= tokens for size in pieces):
                     assert found.mode is GraphMode.PIECEWISE and found.descriptor is None
                     assert found.padded_tokens == min(s for s in pieces if s >= tokens)
@@ -300,7 +328,8 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
         ("full_and_piecewise", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
         ("full_decode_only", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
         ("full_decode_only", 4, 9, SamplingVariant.OUTSIDE, "a prompt is being computed"),
-        ("full", 4, 2049, SamplingVariant.ANY, "a prompt, and more than 2048 tokens"),
+        ("full", 4, 8193, SamplingVariant.ANY, "a prompt, and more than 8192 tokens"),
+        ("full", 4, 2049, SamplingVariant.OUTSIDE, "a prompt, and more than 2048 tokens"),
     ],
 )
 def test_reasons_name_what_to_change(
