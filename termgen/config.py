@@ -193,6 +193,12 @@ class EngineConfig:
         minimum=0,
         maximum=MAX_INT,
     )
+    adaptive_prefill: bool | None = setting(
+        None,
+        "while requests generate, cut prompts so that a step computes no more of them than takes "
+        "the time of two steps without prompts, or of as many as requests wait for their first "
+        "token (default: in a server and a chat)",
+    )
     block_size: int | None = setting(
         None,
         "tokens in one KV block, a power of two "
@@ -249,7 +255,8 @@ class EngineConfig:
     )
     attention_backend: str | None = setting(
         None,
-        "attention implementation (default: triton on a GPU, torch_reference elsewhere)",
+        "attention implementation (default: triton on a GPU, native on a CPU, torch_reference "
+        "where neither runs)",
         choices=ATTENTION_BACKENDS,
     )
     cudagraph_mode: str = setting(

@@ -67,6 +67,7 @@ def make_scheduler(
     threshold: int = 0,
     policy: str = "fcfs",
     caching: bool = True,
+    adaptive: bool = False,
 ) -> Scheduler:
     kv = KVCacheManager(
         num_blocks=num_blocks,
@@ -80,6 +81,7 @@ def make_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         long_prefill_token_threshold=threshold,
+        adaptive_prefill=adaptive,
         policy=policy,
     )
     return Scheduler(config, kv)
@@ -102,8 +104,17 @@ class Driver:
     with the scheduler's own tables and with the steps still in flight.
     """
 
-    def __init__(self, scheduler: Scheduler, *, depth: int = 1, stops: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        depth: int = 1,
+        stops: bool = True,
+        step_ns: Callable[[StepPlan], int] = lambda plan: 0,
+    ) -> None:
+        """step_ns: the device time that a step's result tells."""
         self.scheduler = scheduler
+        self._step_ns = step_ns
         self.depth = depth
         config, kv = scheduler.config, scheduler.kv
         self.device = ScriptedDevice(
@@ -147,6 +158,7 @@ class Driver:
         else:
             try:
                 result = self.device.execute(plan, fails=fails)
+                result = result._replace(ended_ns=result.started_ns + self._step_ns(plan))
             except DeviceFailure:
                 pass
         self.in_flight.append((plan, result, self._blocks_of(plan)))

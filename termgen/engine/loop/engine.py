@@ -117,7 +117,7 @@ class AsyncEngine:
         self, config: EngineConfig, on_progress: Progress | None, prewarm: bool = False
     ) -> None:
         """Use `start`. All coroutines belong to the event loop that is running now."""
-        self._build = partial(build_engine, config, prewarm=prewarm)
+        self._build = partial(build_engine, config, prewarm=prewarm, is_live=True)
         self._loop = asyncio.get_running_loop()
         self._on_progress = on_progress
         self._deliveries: deque[StepDelivery] = deque()

@@ -64,11 +64,12 @@ def build_engine(
     on_delivery: Callable[[StepDelivery], None],
     on_progress: Progress | None = None,
     prewarm: bool = False,
+    is_live: bool = False,
 ) -> EngineParts:
     """Start everything in the calling thread, in this order. Raises ConfigError or ModelError.
 
     prewarm: build lazily created tables now, so that no first request pays for them. The model must
-    be on disk: `termgen pull` fetches models.
+    be on disk: `termgen pull` fetches models. is_live: requests arrive while others generate.
     """
     progress = PhaseClock(on_progress or (lambda phase, fraction: None))
     local = source = resolve_model(config.model)
@@ -85,7 +86,7 @@ def build_engine(
         recommended = executor.generation_config()
         defaults = sampling_defaults(local, recommended)
         eos = _eos_token_ids(info, tokenizer, recommended)
-        scheduler = _make_scheduler(config, info)
+        scheduler = _make_scheduler(config, info, is_live)
         core = EngineCore(
             executor,
             scheduler,
@@ -142,7 +143,8 @@ def _check_vocabulary(tokenizer: Tokenizer, info: DeviceInfo) -> None:
         )
 
 
-def _make_scheduler(config: EngineConfig, info: DeviceInfo) -> Scheduler:
+def _make_scheduler(config: EngineConfig, info: DeviceInfo, is_live: bool) -> Scheduler:
+    adaptive = config.adaptive_prefill
     kv = KVCacheManager(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -155,6 +157,7 @@ def _make_scheduler(config: EngineConfig, info: DeviceInfo) -> Scheduler:
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
+        adaptive_prefill=is_live if adaptive is None else adaptive,
         policy=config.scheduling_policy,
     )
     return Scheduler(limits, kv)

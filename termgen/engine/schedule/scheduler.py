@@ -18,6 +18,7 @@ import numpy.typing as npt
 from termgen.engine.schedule.constraints import Constraints
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.plan import DecodeStep, PlanBuilder
+from termgen.engine.schedule.prompt_pace import PromptPace, PromptShare
 from termgen.engine.schedule.request_queue import (
     choose_victim,
     first_begun,
@@ -39,6 +40,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     long_prefill_token_threshold: int = 0
+    adaptive_prefill: bool = False
     policy: str = "fcfs"
 
 
@@ -97,6 +99,7 @@ class Scheduler:
         self._next_step = self._newest_loss = 0
         """All rows of the steps from `_newest_loss` on still have their slots."""
         self._all_rows = np.arange(config.max_num_seqs, dtype=np.int32)
+        self._pace = PromptPace() if config.adaptive_prefill else None
         self._threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
 
     # -- requests in and out ---------------------------------------------------------------
@@ -169,6 +172,7 @@ class Scheduler:
         is_busy = self.fence.landed_step < self.newest_step
         self.constraints.hold_back(table, running, want, is_busy=is_busy)
         num_new = np.minimum(want, self._threshold)
+        share = self._share_of_prompts(num_new)
         ends = np.cumsum(num_new)
         budget = self.config.max_num_batched_tokens
         if len(ends) and ends[-1] > budget:
@@ -179,7 +183,8 @@ class Scheduler:
         slots, counts = running[chosen], num_new[chosen]
         self._advance(slots, counts, counts == want[chosen])
         if may_admit and not preempted:
-            new_slots, new_counts = self._admit(budget - int(counts.sum()), builder, now_ns)
+            left = budget - int(counts.sum())
+            new_slots, new_counts = self._admit(left, share, builder, now_ns)
             slots = np.concatenate((slots, new_slots))
             counts = np.concatenate((counts, new_counts))
         if not len(slots):
@@ -187,6 +192,19 @@ class Scheduler:
             return None
         counts, released = counts.astype(np.int32), tuple(self._released)
         return builder.build(self._next_step, table, slots=slots, counts=counts, released=released)
+
+    def _share_of_prompts(self, num_new: IntArray) -> PromptShare:
+        """Cut the prompts of running rows in `num_new`; returns what is left for new requests."""
+        if self._pace is None:
+            return PromptShare()
+        prompts = np.flatnonzero(num_new > 1)
+        share = self._pace.share(
+            num_generating=len(num_new) - len(prompts),
+            num_prompts=len(prompts) + len(self.waiting),
+        )
+        for i in prompts.tolist():
+            num_new[i] = share.take(int(num_new[i]))
+        return share
 
     def _give_blocks(self, running: IntArray, num_new: IntArray, builder: PlanBuilder) -> bool:
         """Extend block tables for the tokens in `num_new`, preempting if blocks run out.
@@ -252,12 +270,18 @@ class Scheduler:
         self.waiting.push_front(request)
         self.preempted.append(request)
 
-    def _admit(self, budget: int, builder: PlanBuilder, now_ns: int) -> tuple[IntArray, IntArray]:
+    def _admit(
+        self, budget: int, share: PromptShare, builder: PlanBuilder, now_ns: int
+    ) -> tuple[IntArray, IntArray]:
         """Admit waiting requests while there are tokens, slots and blocks."""
         slots, counts = list[int](), list[int]()
         if self.waiting.num_aside:
             self.constraints.is_late = True
-        while budget > 0 and self.free_slots and (request := self._next_ready()) is not None:
+        while (
+            min(budget, share.num_tokens) > 0
+            and self.free_slots
+            and (request := self._next_ready()) is not None
+        ):
             cached = self.kv.try_fit(request)
             if cached is None:
                 break
@@ -265,7 +289,7 @@ class Scheduler:
             self.waiting.remove(request)
             slot = self.free_slots.pop()
             self._start(request, slot, cached, builder, now_ns)
-            count = min(missing, budget, self._threshold)
+            count = share.take(min(missing, budget, self._threshold))
             complete = np.asarray([count == missing])
             self._advance(np.asarray([slot]), np.asarray([count], np.int32), complete)
             slots.append(slot)
@@ -353,6 +377,8 @@ class Scheduler:
         if result.corrupt is not None:
             self._forget_corrupt(plan, result.corrupt)
         self._land(plan.step_id)
+        if self._pace is not None:
+            self._pace.landed(plan, result)
         if plan.step_id >= self._newest_loss and len(result.token_ids) == plan.num_rows:
             rows = self._all_rows[: plan.num_rows]
             applied = AppliedStep(plan.slots, plan.epochs, result.token_ids, rows)

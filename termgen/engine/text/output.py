@@ -13,10 +13,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from termgen.client import RequestTimings, TokenDelta, TokenLogprob
 from termgen.engine.text.detokenizer import Detokenizer, StopAutomaton
+from termgen.engine.text.logprobs import LogprobRows, PromptScores, TokenNames
 from termgen.engine.text.request_output import CompletionOutput, RequestOutput, RequestOutputBuilder
 from termgen.errors import RequestError
 from termgen.vocabulary.request import FinishReason, GenerationRequest
@@ -25,36 +26,10 @@ from termgen.vocabulary.step import (
     PromptLogprobs,
     StartedRow,
     StepDelivery,
-    StepLogprobs,
 )
 
 if TYPE_CHECKING:
     from termgen.engine.text.tokenizer import Tokenizer
-
-
-class PromptScores:
-    """Log-probabilities of a prompt's tokens as its chunks are computed.
-
-    After a preemption the prompt is computed again from its start, with the same values.
-    """
-
-    __slots__ = ("_entries", "_num_missing", "num_top")
-
-    def __init__(self, num_top: int, num_prompt_tokens: int) -> None:
-        self.num_top = num_top
-        self._entries: list[TokenLogprob | None] = [None] * num_prompt_tokens
-        self._num_missing = num_prompt_tokens
-
-    def put(self, start: int, entries: Sequence[TokenLogprob]) -> None:
-        for position, entry in enumerate(entries, start):
-            self._num_missing -= self._entries[position] is None
-            self._entries[position] = entry
-
-    def take(self) -> tuple[TokenLogprob, ...] | None:
-        """All of them, once complete."""
-        if self._num_missing:
-            return None
-        return tuple(entry for entry in self._entries if entry is not None)
 
 
 class Completion:
@@ -203,7 +178,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._names = _TokenNames(tokenizer)
+        self._names = TokenNames(tokenizer)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._completions: dict[str, Completion] = {}
         self._rows: dict[tuple[int, int], Completion] = {}
@@ -273,7 +248,7 @@ class OutputProcessor:
         self._lingering.difference_update(finished)
         deltas: list[TokenDelta] = []
         token_ids: list[int] = delivery.token_ids.tolist()
-        logprobs = _LogprobRows(delivery.logprobs) if delivery.logprobs is not None else None
+        logprobs = LogprobRows(delivery.logprobs) if delivery.logprobs is not None else None
         by_token = logprobs is not None and len(logprobs) == len(token_ids)
         start = 0
         rows = zip(
@@ -288,7 +263,7 @@ class OutputProcessor:
                 entries = None
                 if logprobs is not None and completion.num_logprobs is not None:
                     first = start if by_token else row
-                    entries = self._logprobs(logprobs, first, count, completion.num_logprobs)
+                    entries = logprobs.entries(self._names, first, count, completion.num_logprobs)
                 ended = finished.pop(completion.request_id, None)
                 tokens = tuple(token_ids[start : start + count])
                 delta = self._advance(completion, tokens, entries, ended, delivery.time_ns)
@@ -355,8 +330,8 @@ class OutputProcessor:
         scores = completion.prompt_logprobs if completion is not None else None
         if completion is None or scores is None:
             return
-        rows = _LogprobRows(part.logprobs)
-        scores.put(part.start, self._logprobs(rows, 0, len(rows), scores.num_top))
+        rows = LogprobRows(part.logprobs)
+        scores.put(part.start, rows.entries(self._names, 0, len(rows), scores.num_top))
 
     def _advance(
         self,
@@ -420,83 +395,6 @@ class OutputProcessor:
             siblings.remove(completion.request_id)
             if not siblings:
                 del self._children[completion.stream_id]
-
-    def _logprobs(
-        self, rows: _LogprobRows, first: int, count: int, num_top: int
-    ) -> tuple[TokenLogprob, ...]:
-        names, end = self._names, num_top + 1
-        entries = []
-        for row in range(first, first + count):
-            ids, values = rows.token_ids[row], rows.logprobs[row]
-            top = _Likeliest(ids[1:end], values[1:end], names) if end > 1 else ()
-            entries.append(TokenLogprob(ids[0], *names[ids[0]], values[0], rows.ranks[row], top))
-        return tuple(entries)
-
-
-class _Likeliest(Sequence[tuple[int, str, bytes, float]]):
-    """The likeliest tokens of a position, put together when they are read: a step of 256 rows has
-    thousands, and the engine waits for who makes them."""
-
-    __slots__ = ("_ids", "_names", "_values")
-
-    def __init__(self, ids: list[int], values: list[float], names: _TokenNames) -> None:
-        self._ids, self._values, self._names = ids, values, names
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[int, str, bytes, float]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[int, str, bytes, float]]: ...
-
-    def __getitem__(
-        self, index: int | slice
-    ) -> tuple[int, str, bytes, float] | Sequence[tuple[int, str, bytes, float]]:
-        if isinstance(index, slice):
-            return _Likeliest(self._ids[index], self._values[index], self._names)
-        token_id = self._ids[index]
-        return token_id, *self._names[token_id], self._values[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-
-class _TokenNames(dict[int, tuple[str, bytes]]):
-    """Cache of tokens' text and bytes, as a long prompt repeats many tokens."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
-
-    def __missing__(self, token_id: int) -> tuple[str, bytes]:
-        tokenizer = self._tokenizer
-        name = ("", b"")
-        if tokenizer is not None:
-            name = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
-        self[token_id] = name
-        return name
-
-
-class _LogprobRows:
-    """A step's logprobs as Python lists: one conversion instead of one per element."""
-
-    __slots__ = ("logprobs", "ranks", "token_ids")
-
-    def __init__(self, logprobs: StepLogprobs) -> None:
-        self.token_ids: list[list[int]] = logprobs.token_ids.tolist()
-        self.logprobs: list[list[float]] = logprobs.logprobs.tolist()
-        self.ranks: list[int] = logprobs.ranks.tolist()
-
-    def __len__(self) -> int:
-        return len(self.ranks)
 
 
 def _copies(delta: TokenDelta, count: int) -> list[TokenDelta]:

@@ -64,11 +64,13 @@ class Soak:
             "threshold": int(rng.choice([0, 0, 1, 3, 7, 16])),
             "policy": self.policy,
             "caching": bool(rng.random() < 0.8),
+            "adaptive": bool(rng.random() < 0.5),
         }
         self.driver = Driver(
             make_scheduler(**self.setting),  # type: ignore[arg-type]
             depth=depth,
             stops=bool(rng.random() < 0.7),
+            step_ns=lambda plan: int(rng.integers(0, 5) + rng.choice([0, 1]) * plan.total_tokens),
         )
         self.prefixes = [rng.integers(0, VOCAB, longest).tolist() for _ in range(3)]
         self.num_added = 0
