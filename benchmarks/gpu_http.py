@@ -172,6 +172,7 @@ def measure(url: str, load: str, args: argparse.Namespace) -> dict[str, Any]:
             *("--output-json", str(report), "--disable-tqdm", "--temperature", "0"),
             *load_options(load, 1.0 if args.device == "cuda" else 0.1),
         ]
+        httpx.post(f"{url}/reset_prefix_cache", trust_env=False).raise_for_status()
         client = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=client)
         figures = json.loads(report.read_text())
