@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from termgen.config import EngineConfig
 from termgen.engine.device import native
@@ -111,6 +110,9 @@ def build_runner(
 
     report(SIZING_CACHE)
     memory.measure_activations(partial(run_largest_steps, runner))
+    dispatcher = dispatcher.up_to(
+        most_recorded_tokens(limits.max_num_batched_tokens, memory.activations, memory.total)
+    )
     recorder = None
     if not dispatcher.is_empty:
         recorder = CudaRecorder(device)
@@ -373,10 +375,9 @@ def choose_graphs(
         why = f"{attention.name} attention cannot be recorded"
         return none(why) if mode == "full_decode_only" or not has_pieces else pieces(why)
     is_both = mode == "full_and_piecewise" and has_pieces
-    size = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else 0
     return CudaGraphDispatcher(
         decode_sizes(seqs),
-        mixed=mixed_sizes(tokens, most_recorded_tokens(size)) if mode == "full" else (),
+        mixed=mixed_sizes(tokens) if mode == "full" else (),
         piecewise=piecewise_sizes(seqs, tokens) if is_both else (),
         max_num_seqs=seqs,
     )

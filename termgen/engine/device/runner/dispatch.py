@@ -105,23 +105,24 @@ def decode_sizes(max_num_seqs: int, largest: int = 512) -> tuple[int, ...]:
     return tuple(sorted({s for s in sizes if s < top} | {top}))
 
 
-def mixed_sizes(max_num_batched_tokens: int, largest: int = 2048) -> tuple[int, ...]:
+def mixed_sizes(max_num_batched_tokens: int, largest: int = 8192) -> tuple[int, ...]:
     """Token counts to record for steps that hold prompts, ascending: close together, since padding
     costs what a prompt's tokens cost."""
     middle = (*range(128, 1025, 64), *range(1152, 2049, 128))
-    sizes = {16, 32, 64, *middle, *range(2560, largest + 1, 512)}
+    sizes = {16, 32, 64, *middle, *range(2560, 8193, 512)}
     return tuple(sorted(s for s in sizes if s <= min(largest, max_num_batched_tokens)))
 
 
-def most_recorded_tokens(num_parameters: int) -> int:
-    """Size from 2048 to 8192 tokens up to which steps that hold prompts are recorded. Launching a
-    longer one takes the host less time than the device computes, also while other threads want the
-    GIL: then it takes up to 40 ms.
+RECORDED_SHARE = 0.02
+"""Share of the device's memory that the activations of recordings may take: a second copy, beside
+that of steps without a recording."""
 
-    A token takes about two operations per parameter, and a large GPU makes 600 TFLOP/s; a slower
-    one hides its launches behind fewer tokens.
-    """
-    return min(8192, max(2048, int(40e-3 * 600e12 / (2 * max(1, num_parameters)))))
+
+def most_recorded_tokens(max_num_batched_tokens: int, activations: int, total: int) -> int:
+    """Size up to which steps that hold prompts are recorded: launched one by one, their operations
+    take the host tens of milliseconds where others want the GIL. Up to 2048 tokens, and more where
+    memory is plenty. activations: bytes of the largest step; total: those of the device."""
+    return max(2048, int(max_num_batched_tokens * RECORDED_SHARE * total / max(1, activations)))
 
 
 def piecewise_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -196,6 +197,17 @@ class CudaGraphDispatcher:
         found += [self._mixed(s, unusual) for s in self.mixed]
         found += [self._mixed(s, outside) for s in self.split_mixed]
         return sorted(found, key=lambda d: (-d.num_tokens, -d.num_rows))
+
+    def up_to(self, num_tokens: int) -> CudaGraphDispatcher:
+        """A dispatcher without the larger recordings of whole steps that hold prompts."""
+        return CudaGraphDispatcher(
+            self.sizes,
+            mixed=[size for size in self.mixed if size <= num_tokens],
+            piecewise=self.piecewise,
+            max_num_seqs=self.max_num_seqs,
+            disabled_reason=self.disabled_reason,
+            why_not_full=self._why_not_full,
+        )
 
     def largest(self) -> CudaGraphDispatcher:
         """A dispatcher of only the largest recordings, whose memory all others fit into."""

@@ -44,7 +44,7 @@ def test_the_largest_of_each_kind_come_first_then_the_most_useful() -> None:
     assert sorted(map(repr, first + later)) == sorted(map(repr, everything))
     kinds = [(d.num_tokens, d.is_decode, d.sampling) for d in first]
     assert kinds[:7] == [
-        (2048, False, FILTERED),
+        (8192, False, FILTERED),
         (2048, False, OUTSIDE),
         (256, True, PLAIN),
         (256, True, FILTERED),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from paged_model import build
-from torch import nn
 
 from termgen.config import CUDAGRAPH_MODES, EngineConfig
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
@@ -128,15 +127,18 @@ def test_prompts_are_padded_little() -> None:
         assert padded - tokens < max(64, tokens / 4), (tokens, padded)
 
 
-def test_steps_whose_launches_the_device_hides_are_not_recorded() -> None:
-    assert [most_recorded_tokens(n) for n in (0, 10**8, 6 * 10**8)] == [8192] * 3
-    assert 2048 < most_recorded_tokens(3 * 10**9) < 8192
-    assert most_recorded_tokens(8 * 10**9) == most_recorded_tokens(10**12) == 2048
-    small, large = (nn.Linear(n, 1, device="meta") for n in (10**8, 8 * 10**9))
+def test_large_steps_are_recorded_where_memory_is_plenty() -> None:
+    gib = 2**30
+    assert most_recorded_tokens(8192, 1 * gib, 141 * gib) > 8192
+    assert 4096 < most_recorded_tokens(8192, 1 * gib, 32 * gib) < 8192
+    assert most_recorded_tokens(8192, 4 * gib, 16 * gib) == most_recorded_tokens(512, 0, 1) == 2048
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=8192, max_model_len=128)
-    for model, most in ((small, 8192), (large, 2048)):
-        dispatcher = choose("cuda", ALL_MODES, limits=limits, model=model)
-        assert dispatcher.mixed[-1] == most and dispatcher.split_mixed[-1] == 2048
+    everything = choose("cuda", ALL_MODES, limits=limits)
+    assert everything.mixed[-1] == 8192 and everything.split_mixed[-1] == 2048
+    some = everything.up_to(5000)
+    assert some.mixed == tuple(size for size in everything.mixed if size <= 5000)
+    assert (some.sizes, some.max_rows) == (everything.sizes, everything.max_rows)
+    assert choose("cpu", ALL_MODES).up_to(100).disabled_reason == "no CUDA device"
 
 
 def test_the_largest_recordings_are_among_all() -> None:
