@@ -182,7 +182,9 @@ def measure(url: str, load: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def print_cell(cell: dict[str, Any]) -> None:
     values = "".join(f"{cell[name]:11,.1f}" for name in FIGURES)
-    print(f"{cell['model']:<13} {cell['load']:>5} {values}  {cell['serve']}")
+    client = cell["client"]
+    busy = f"client {client['cpu_share']:.0%}, late {client['p99_loop_lag_ms']:.0f} ms"
+    print(f"{cell['model']:<13} {cell['load']:>5} {values}  {busy}  {cell['serve']}")
     peer = VLLM.get((cell["model"], cell["load"]))
     if peer:
         values = "".join(f"{'' if v is None else f'{v:,.1f}':>11}" for v in peer)
