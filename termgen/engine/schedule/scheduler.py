@@ -200,7 +200,7 @@ class Scheduler:
         prompts = np.flatnonzero(num_new > 1)
         share = self._pace.share(
             num_generating=len(num_new) - len(prompts),
-            num_prompts=len(prompts) + len(self.waiting),
+            num_prompts=len(prompts) + min(len(self.waiting), len(self.free_slots)),
         )
         for i in prompts.tolist():
             num_new[i] = share.take(int(num_new[i]))

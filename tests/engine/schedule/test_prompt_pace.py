@@ -24,9 +24,14 @@ def linear(token_ns: int, fixed_ns: int = 0) -> Callable[[StepPlan], int]:
     return step_ns
 
 
-def make_driver(step_ns: Callable[[StepPlan], int], *, adaptive: bool = True) -> Driver:
+def make_driver(
+    step_ns: Callable[[StepPlan], int], *, adaptive: bool = True, max_num_seqs: int = 32
+) -> Driver:
     scheduler = make_scheduler(
-        max_num_seqs=32, max_num_batched_tokens=2000, num_blocks=10_000, adaptive=adaptive
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=2000,
+        num_blocks=10_000,
+        adaptive=adaptive,
     )
     return Driver(scheduler, step_ns=step_ns)
 
@@ -87,6 +92,17 @@ def test_a_burst_is_read_in_steps_as_long_as_its_requests_would_wait_for() -> No
     assert plan is not None
     # Their 1440 tokens take 14.4 times as long as a step without prompts, and 16 requests wait.
     assert driver.scheduled(plan) == {"first": 1} | dict.fromkeys(names, 90)
+    driver.run()
+    driver.assert_reference()
+
+
+def test_requests_that_wait_for_a_slot_hurry_no_prompt() -> None:
+    driver = make_driver(linear(token_ns=10), max_num_seqs=2)
+    generate(driver)
+    long, *others = prompts(7, 950, *[20] * 10)[1:]
+    driver.add(make_request("long", long, max_tokens=4))
+    driver.add(*(make_request(f"r{i}", p, max_tokens=2) for i, p in enumerate(others)))
+    assert chunks(driver, "long") == [200, 200, 200, 200, 150]
     driver.run()
     driver.assert_reference()
 
