@@ -276,6 +276,16 @@ async def test_a_missing_model_is_reported_by_start(tmp_path: Path) -> None:
         await AsyncEngine.start(EngineConfig(model=str(tmp_path / "nothing-here")))
 
 
+async def test_prompts_are_cut_by_time_where_requests_come_while_others_generate(
+    engine: AsyncEngine, tiny_llama_dir: Path
+) -> None:
+    assert engine.parts.core.scheduler.config.adaptive_prefill
+    for setting, expected in ((None, False), (False, False), (True, True)):
+        offline = SyncEngine(config(tiny_llama_dir, adaptive_prefill=setting))
+        assert offline.core.scheduler.config.adaptive_prefill == expected
+        offline.shutdown()
+
+
 def test_settings_that_cannot_be_met_name_themselves(tiny_llama_dir: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len"):
         SyncEngine(config(tiny_llama_dir, max_model_len=10**6))
