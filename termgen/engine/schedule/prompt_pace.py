@@ -18,7 +18,7 @@ from termgen.vocabulary.step import StepPlan, StepResult
 
 LEAST_STEPS = 2
 """Steps without prompts in whose time a step's prompts are computed, at least."""
-NEWEST_WEIGHT = 0.25
+NEWEST_WEIGHT = 0.1
 """Weight of the newest step in the means."""
 
 
@@ -45,9 +45,11 @@ class PromptPace:
     """Time of the steps that have landed, and the share that follows from it.
 
     Beyond the time of a step without prompts, one with n prompt tokens takes a + b * n: a line
-    through the newest steps, by least squares with weights that decay. The share is what the bound
-    on the time allows. But where `a` is large, as without CUDA graphs, small shares would make more
-    steps and none of them short: so the tokens take at least the time of all else in the step.
+    through the newest steps, by least squares with weights that decay. `b` is kept while their
+    sizes are too much alike to tell it. The share is what the bound on the time allows. But where
+    `a` is large, as without CUDA graphs, small shares would make more steps and none of them short:
+    so the tokens take at least the time of all else in the step. With an old `b` that could be
+    wrong for long, so every other share is then half of it, until the sizes tell the line again.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,10 @@ class PromptPace:
         """Mean time of a step without prompts; 0 before the first."""
         self._sums: tuple[float, ...] = (0.0,) * 5
         """Over the steps with prompts, weighted: 1, n, t, n * n, n * t."""
+        self._fixed_ns = self._token_ns = 0.0
+        """The line; its slope is 0 before it is known."""
+        self._is_told = self._halves = False
+        """The newest sizes tell the slope; the next share is half of what else it would be."""
 
     def landed(self, plan: StepPlan, result: StepResult) -> None:
         """Measure a step. One with constrained rows may have waited for their masks."""
@@ -64,23 +70,26 @@ class PromptPace:
         if plan.is_decode:
             newest = NEWEST_WEIGHT if self._step_ns else 1.0
             self._step_ns += newest * (spent_ns - self._step_ns)
-        else:
-            n = plan.total_tokens - plan.num_decode_rows
-            kept = (total * (1.0 - NEWEST_WEIGHT) for total in self._sums)
-            added = (1.0, n, spent_ns, n * n, n * spent_ns)
-            self._sums = tuple(old + new for old, new in zip(kept, added, strict=True))
+            return
+        n = plan.total_tokens - plan.num_decode_rows
+        kept = (total * (1.0 - NEWEST_WEIGHT) for total in self._sums)
+        added = (1.0, n, spent_ns, n * n, n * spent_ns)
+        self._sums = tuple(old + new for old, new in zip(kept, added, strict=True))
+        weight, *sums = self._sums
+        mean_n, mean_t, nn, nt = (total / weight for total in sums)
+        self._is_told = nn - mean_n**2 > (mean_n / 4) ** 2
+        if self._is_told:
+            self._token_ns = max(0.0, (nt - mean_n * mean_t) / (nn - mean_n**2))
+        self._fixed_ns = mean_t - self._token_ns * mean_n
 
     def share(self, *, num_generating: int, num_prompts: int) -> PromptShare:
         """Share of the next step's prompts. num_prompts: requests without their first token."""
-        weight, *sums = self._sums
-        if not (num_generating and weight and self._step_ns):
+        if not (num_generating and self._token_ns and self._step_ns):
             return PromptShare()
-        n, t, nn, nt = (total / weight for total in sums)
-        fixed_ns, token_ns = 0.0, (t - self._step_ns) / n
-        if nn - n * n > (n / 4) ** 2:  # else the sizes are too much alike to tell a line
-            token_ns = (nt - n * t) / (nn - n * n)
-            fixed_ns = t - self._step_ns - n * token_ns
-        if token_ns <= 0:
-            return PromptShare()
-        bound_ns = max(LEAST_STEPS, num_prompts) * self._step_ns - fixed_ns
-        return PromptShare(max(1, round(max(bound_ns, self._step_ns + fixed_ns) / token_ns)))
+        fixed_ns = self._fixed_ns - self._step_ns
+        share_ns = max(LEAST_STEPS, num_prompts) * self._step_ns - fixed_ns
+        if self._fixed_ns > share_ns:
+            share_ns = self._fixed_ns
+            self._halves = not (self._is_told or self._halves)
+            share_ns /= 1 + self._halves
+        return PromptShare(max(1, round(share_ns / self._token_ns)))

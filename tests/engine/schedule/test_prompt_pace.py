@@ -32,6 +32,7 @@ def make_driver(
         max_num_batched_tokens=2000,
         num_blocks=10_000,
         adaptive=adaptive,
+        caching=False,
     )
     return Driver(scheduler, step_ns=step_ns)
 
@@ -48,9 +49,14 @@ def chunks(driver: Driver, name: str) -> list[int]:
 
 
 def generate(driver: Driver, num_steps: int = 4) -> None:
-    """Let a request generate alone, so that the times of both kinds of step are known."""
-    driver.add(make_request("first", prompts(100)[0], max_tokens=150))
+    """Let a request generate, and another come beside it, so that the times of steps without
+    prompts and of prompts of two sizes are known."""
+    first, second = prompts(100, 40)
+    driver.add(make_request("first", first, max_tokens=150))
     for _ in range(num_steps):
+        driver.step()
+    driver.add(make_request("second", second, max_tokens=1))
+    for _ in range(2):
         driver.step()
 
 
@@ -126,10 +132,10 @@ def test_the_share_follows_the_device() -> None:
     driver.add(make_request("a", prompts(7, 1000)[1], max_tokens=40))
     assert chunks(driver, "a") == [200] * 5
     token_ns = 40  # others use the device now
-    for index in range(9):
+    for index in range(12):
         driver.add(make_request(f"b{index}", prompts(*range(7, 8 + index), 400)[-1], max_tokens=40))
         found = chunks(driver, f"b{index}")
-    assert found[:-1] == [50] * 7
+    assert max(found) in range(45, 61), found
 
 
 def test_without_times_prompts_are_not_cut() -> None:
