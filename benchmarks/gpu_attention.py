@@ -33,7 +33,14 @@ HEADS = {
     "gemma-3-1b": (4, 1, 256),
 }
 DECODE = [[600], [600] * 8, [600] * 32, [850] * 128, [600] * 256, [8192] * 8, [32768] + [512] * 31]
-PREFILL = [[2048] * 8, [512] * 8, [8192]]
+PREFILL = [
+    ([2048] * 8, 2048),
+    ([512] * 8, 512),
+    ([8192], 8192),
+    ([32768], 32768),
+    ([32768], 2048),
+]
+"""Contexts, and the new tokens at the end of each."""
 DTYPE = torch.bfloat16
 CHAIN_BYTES = 200 * 2**20
 
@@ -81,9 +88,10 @@ def prefill_configs(
         if 40_000 <= shared <= 230_000:
             yield PrefillConfig(rows, tile, warps, stages)
     if own.specialised:
-        for tile, stages in ((64, 2), (64, 3), (64, 4), (128, 2)):
-            config = PrefillConfig(128, tile, 4, stages, specialised=True)
-            if config != own and tile * head_dim <= 8192:
+        for rows, tile, stages in itertools.product((128, 192), (64, 128), (2, 3, 4)):
+            config = PrefillConfig(rows, tile, 4, stages, specialised=True)
+            shared = (2 * rows + 4 * tile * stages) * head_dim + 2 * rows * head_dim
+            if config != own and shared <= 230_000 and rows * tile * head_dim < 192 * 128 * 128:
                 yield config
 
 
@@ -195,12 +203,13 @@ def time_prefill(batch: Batch, config: PrefillConfig) -> float | None:
         )  # fmt: skip
 
     call(batch.caches[0])
-    first = batch.lengths[0]
+    computed = batch.lengths[0] - batch.new[0]
+    assert batch.new[0] >= 512
     expected = paged_attention(
-        batch.q[:512], batch.caches[0], batch.table[:1], torch.full_like(batch.seq_lens[:1], 512),
+        batch.q[:512], batch.caches[0], batch.table[:1],
+        torch.full_like(batch.seq_lens[:1], computed + 512),
         torch.tensor([0, 512]), scale=batch.scale,
     )  # fmt: skip
-    assert first >= 512
     if not is_near(out[:512], expected):
         return None
     return time_chain([lambda cache=cache: call(cache) for cache in batch.caches[:2]])
@@ -238,16 +247,18 @@ def main() -> None:
             for _, _, config, us in [results[0], *sorted(results[1:])[:5]]:
                 report(shape_name(model, lengths), config, us, batch.kv_bytes / 1e6, "TB/s")
             del batch
-        for lengths in PREFILL if args.part != "decode" else []:
-            batch = Batch(lengths, lengths, heads, kv_dtype, args.block_size)
-            flops = sum(4 * n * n / 2 for n in lengths) * heads[0] * heads[2]
+        for lengths, new in PREFILL if args.part != "decode" else []:
+            batch = Batch(lengths, [new] * len(lengths), heads, kv_dtype, args.block_size)
+            pairs = sum(new * (n - new) + new * new / 2 for n in lengths)
+            flops = 4 * pairs * heads[0] * heads[2]
             results = []
             group = heads[0] // heads[1]
             for pconfig in prefill_configs(heads[2], group, kv_dtype, args.block_size, args.all):
                 us = time_prefill(batch, pconfig)
                 results.append((us if us is not None else -1.0, str(pconfig), pconfig, us))
             for _, _, pconfig, us in [results[0], *sorted(results[1:])[:5]]:
-                report(shape_name(model, lengths), pconfig, us, flops / 1e6, "TFLOP/s")
+                name = shape_name(model, lengths) + (f" last {new}" if new < lengths[0] else "")
+                report(name, pconfig, us, flops / 1e6, "TFLOP/s")
             del batch
 
 

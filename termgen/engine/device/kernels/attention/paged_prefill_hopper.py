@@ -1,10 +1,14 @@
 """`paged_prefill` for Hopper GPUs: warps that copy keys and values beside warps that compute.
 
 A program is one warp that copies tiles of keys and values into a ring in shared memory
-(`copy_tiles`), and two groups of four warps with 64 rows of the queries each. A group
-multiplies the next tile's scores while it takes the exponentials of this one's, and the two groups
-take turns of themselves: what FlashAttention-3 (Shah et al. 2024) calls overlapping softmax with
-products. Programs stay: each takes tiles of the plan one after the other.
+(`copy_tiles`), and two or three groups of four warps with 64 rows of the queries each. A group
+takes the exponentials of a tile's scores while the tile before is multiplied with its values, and
+the groups take turns of themselves: what FlashAttention-3 (Shah et al. 2024) calls overlapping
+softmax with products. Programs stay: each takes tiles of the plan one after the other.
+
+A `ready` barrier counts the bytes that arrive at a place of the ring. That a place is free again,
+the groups tell the warp that copies by one of the 16 barriers every program has in hardware
+(`_release`): telling takes each warp one instruction and makes none wait for another.
 
 Skip it on a first reading: `paged_prefill` computes the same. Written in Gluon, Triton's language
 for explicit layouts and barriers, which its interpreter does not run: the tests of `paged_prefill`
@@ -33,9 +37,10 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _LOG2_E = 1.4426950408889634
 _ROWS = gl.constexpr(64)
 """Rows of a group of four warps, as one of its products has."""
-_GROUPS = gl.constexpr(2)
 _COPIER_REGISTERS = gl.constexpr(24)
-_GROUP_REGISTERS = gl.constexpr(240)
+_TWO_GROUPS_REGISTERS = gl.constexpr(240)
+_THREE_GROUPS_REGISTERS = gl.constexpr(160)
+_HARDWARE_BARRIERS = gl.constexpr(16)
 COPIED = gl.constexpr(64)
 """Keys of one copy: they lie within a block."""
 
@@ -82,6 +87,39 @@ def read_tile(
 
 
 @gluon.jit
+def _free_barrier(stage, STAGES: gl.constexpr):
+    """Hardware barrier of a place of the ring: the last ones, as Triton numbers its own from 0."""
+    return _HARDWARE_BARRIERS - 2 * STAGES + stage
+
+
+@gluon.jit
+def _release(stage, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """A group has read a place of the ring. An mbarrier would cost a barrier of its four warps, for
+    one thread to speak for them."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.u32 $0, 0;",
+        "=r,r,r",
+        [_free_barrier(stage, STAGES), 32 + 128 * GROUPS],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def _wait_until_free(stage, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """The warp that copies waits until every group has released a place of the ring."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, 0;",
+        "=r,r,r",
+        [_free_barrier(stage, STAGES), 32 + 128 * GROUPS],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
 def copy_tiles(
     lines,
     block_table_ptr,
@@ -90,13 +128,13 @@ def copy_tiles(
     table_stride,
     ring,
     ready,
-    free,
     NUM_KV_HEADS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     QUERIES: gl.constexpr,
     WINDOW: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     """The warp that copies. Keys of the n-th tile go to place 2n of the ring, values to 2n + 1."""
     count = 0
@@ -111,9 +149,9 @@ def copy_tiles(
             table = block_table_ptr + gl.maximum(row, 0).to(gl.int64) * table_stride
             for tile in range(first, last):
                 stage = count % STAGES * 2
-                phase = (count // STAGES & 1) ^ 1
                 for part in gl.static_range(2):
-                    mbarrier.wait(free.index(stage + part), phase)
+                    if count >= STAGES:
+                        _wait_until_free(stage + part, GROUPS, STAGES)
                     mbarrier.expect(
                         ready.index(stage + part), lines.block_type.nbytes * (TILE // COPIED)
                     )
@@ -149,8 +187,8 @@ def _mask(
 
 
 @gluon.jit
-def _weigh(scores, top, total, scale, WINDOW: gl.constexpr):
-    """Softmax so far: weights of these keys, and by how much what was before shrinks."""
+def _weigh(scores, top, scale, WINDOW: gl.constexpr):
+    """Softmax so far: weights of these keys, by how much what was before shrinks, and the top."""
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     shift = new_top
     if WINDOW > 0:
@@ -158,7 +196,15 @@ def _weigh(scores, top, total, scale, WINDOW: gl.constexpr):
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     weights = gl.exp2(scores * scale - (shift * scale)[:, None])
     shrink = gl.exp2((top - shift) * scale)
-    return weights, shrink, new_top, total * shrink + gl.sum(weights, axis=1)
+    return weights, shrink, new_top
+
+
+@gluon.jit
+def _partial_sums(weights, TILE: gl.constexpr):
+    """Sums of each thread's own weights, [rows, 8]: threads add theirs once, after the last tile.
+
+    Eight columns lie with four threads, and the next eight with the same four."""
+    return gl.sum(weights.reshape([_ROWS, TILE // 8, 8]), axis=1)
 
 
 @gluon.jit
@@ -174,10 +220,10 @@ def _attend_next(
     scale,
     ring,
     ready,
-    free,
     WINDOW: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
     MASKED: gl.constexpr,
     S: gl.constexpr,
     R: gl.constexpr,
@@ -193,15 +239,17 @@ def _attend_next(
     mbarrier.wait(ready.index(values), (count - 1) // STAGES & 1)
     acc = warpgroup_mma(weights, ring.index(values), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
+    _release(keys, GROUPS, STAGES)
     if MASKED:
         scores = _mask(scores, tile, positions, WINDOW, TILE, S)
-    new_weights, shrink, top, total = _weigh(scores, top, total, scale, WINDOW)
+    new_weights, shrink, top = _weigh(scores, top, scale, WINDOW)
+    sums = _partial_sums(new_weights, TILE)
+    P: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    total = total * gl.convert_layout(shrink, P, assert_trivial=True)[:, None] + sums
     acc = warpgroup_mma_wait(0, deps=[acc])
-    _barrier()  # one thread speaks for all four warps
-    mbarrier.arrive(free.index(keys))
-    mbarrier.arrive(free.index(values))
+    _release(values, GROUPS, STAGES)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, R), assert_trivial=True)[:, None]
-    return gl.convert_layout(new_weights.to(q.dtype), W), acc, top, total
+    return gl.convert_layout(new_weights.to(ring.dtype), W), acc, top, total
 
 
 @gluon.jit
@@ -213,10 +261,9 @@ def _attend(
     scale,
     num_tiles,
     q_stride,
+    queries,
     ring,
     ready,
-    free,
-    spare,
     NUM_KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     GROUP: gl.constexpr,
@@ -224,13 +271,13 @@ def _attend(
     WINDOW: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     """A group of four warps: 64 rows of each of the program's tiles."""
-    # Layouts of scores, of the result, of weights and queries as left sides, and of memory.
+    # Layouts of scores, of the result, of weights as a left side, and of memory.
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     W: gl.constexpr = gl.DotOperandLayout(0, R, 2)
-    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     M: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     count = 0
     num_works = num_tiles * NUM_KV_HEADS
@@ -254,10 +301,14 @@ def _attend(
                 gl.store(to, gl.full([_ROWS, HEAD_DIM], 0.0, q_ptr.dtype.element_ty, M), is_live)
             else:
                 at = q_ptr + (tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
-                q = gl.convert_layout(gl.load(at, mask=is_live, other=0.0), Q)
+                # In shared memory: the registers go to scores. The group's own products have read
+                # the queries before.
+                q = queries.index(group)
+                q.store(gl.load(at, mask=is_live, other=0.0))
+                fence_async_shared()
+                _barrier()
                 positions = first_position + query
                 top = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-                total = gl.full([_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
                 acc = gl.full([_ROWS, HEAD_DIM], 0.0, gl.float32, R)
 
                 stage = count % STAGES * 2
@@ -265,43 +316,40 @@ def _attend(
                 k = ring.index(stage).permute((1, 0))
                 scores = gl.full([_ROWS, TILE], 0.0, gl.float32, S)
                 scores = warpgroup_mma(q, k, scores, use_acc=False)
-                _barrier()
-                mbarrier.arrive(free.index(stage))
+                _release(stage, GROUPS, STAGES)
                 scores = _mask(scores, first, positions, WINDOW, TILE, S)
-                weights, shrink, top, total = _weigh(scores, top, total, scale, WINDOW)
-                weights = gl.convert_layout(weights.to(q.dtype), W)
+                weights, shrink, top = _weigh(scores, top, scale, WINDOW)
+                total = _partial_sums(weights, TILE)
+                weights = gl.convert_layout(weights.to(ring.dtype), W)
                 count += 1
                 num_full = gl.maximum(num_full, first + 1)
                 for tile in range(first + 1, num_full):
                     weights, acc, top, total = _attend_next(
                         q, weights, acc, top, total, tile, count, positions, scale,
-                        ring, ready, free, WINDOW, TILE, STAGES, False, S, R, W,
+                        ring, ready, WINDOW, TILE, STAGES, GROUPS, False, S, R, W,
                     )  # fmt: skip
                     count += 1
                 for tile in range(num_full, last):
                     weights, acc, top, total = _attend_next(
                         q, weights, acc, top, total, tile, count, positions, scale,
-                        ring, ready, free, WINDOW, TILE, STAGES, True, S, R, W,
+                        ring, ready, WINDOW, TILE, STAGES, GROUPS, True, S, R, W,
                     )  # fmt: skip
                     count += 1
 
                 stage = (count - 1) % STAGES * 2 + 1
                 mbarrier.wait(ready.index(stage), (count - 1) // STAGES & 1)
                 if last * TILE > seq_len:
-                    # A block's unused places may hold anything, and 0 * NaN is not 0.
+                    # A block's unused places may hold anything, and 0 * NaN is not 0. Every group
+                    # clears them where they lie: all write the same.
                     key = (last - 1) * TILE + gl.arange(0, TILE, gl.SliceLayout(1, M))
                     v = ring.index(stage).load(M)
-                    own = spare.index(group)
-                    own.store(gl.where((key < seq_len)[:, None], v, 0.0))
+                    ring.index(stage).store(gl.where((key < seq_len)[:, None], v, 0.0))
                     fence_async_shared()
                     _barrier()
-                    acc = warpgroup_mma(weights, own, acc)
-                else:
-                    acc = warpgroup_mma(weights, ring.index(stage), acc)
-                _barrier()
-                mbarrier.arrive(free.index(stage))
-                share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, R), assert_trivial=True)
-                result = gl.convert_layout((acc * share[:, None]).to(q.dtype), M)
+                acc = warpgroup_mma(weights, ring.index(stage), acc)
+                _release(stage, GROUPS, STAGES)
+                share = gl.convert_layout(1.0 / gl.sum(total, axis=1), gl.SliceLayout(1, R))
+                result = gl.convert_layout((acc * share[:, None]).to(ring.dtype), M)
                 gl.store(to, result, is_live)
 
 
@@ -326,44 +374,79 @@ def _paged_prefill_hopper_kernel(
     WINDOW: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
-    QUERIES: gl.constexpr = _GROUPS * _ROWS // GROUP
+    QUERIES: gl.constexpr = GROUPS * _ROWS // GROUP
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     ring = gl.allocate_shared_memory(lines.dtype, [2 * STAGES, TILE, HEAD_DIM], lines.layout)
-    spare = gl.allocate_shared_memory(lines.dtype, [_GROUPS, TILE, HEAD_DIM], lines.layout)
+    queries = gl.allocate_shared_memory(lines.dtype, [GROUPS, _ROWS, HEAD_DIM], lines.layout)
     ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIERS)
-    free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIERS)
     for i in gl.static_range(2 * STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=_GROUPS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                _attend,
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
                 (
-                    0, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, ring, ready, free,
-                    spare, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES,
+                    _attend,
+                    (
+                        0, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, queries, ring,
+                        ready, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                    ),
                 ),
-            ),
-            (
-                _attend,
                 (
-                    1, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, ring, ready, free,
-                    spare, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES,
+                    _attend,
+                    (
+                        1, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, queries, ring,
+                        ready, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                    ),
                 ),
-            ),
-            (
-                copy_tiles,
                 (
-                    lines, block_table_ptr, plan_ptr, num_tiles, table_stride, ring, ready, free,
-                    NUM_KV_HEADS, BLOCK_SIZE, QUERIES, WINDOW, TILE, STAGES,
+                    copy_tiles,
+                    (
+                        lines, block_table_ptr, plan_ptr, num_tiles, table_stride, ring, ready,
+                        NUM_KV_HEADS, BLOCK_SIZE, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1],
-        [_GROUP_REGISTERS, _COPIER_REGISTERS],
-    )  # fmt: skip
+            ],
+            [4, 1],
+            [_TWO_GROUPS_REGISTERS, _COPIER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _attend,
+                    (
+                        0, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, queries, ring,
+                        ready, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                    ),
+                ),
+                (
+                    _attend,
+                    (
+                        1, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, queries, ring,
+                        ready, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                    ),
+                ),
+                (
+                    _attend,
+                    (
+                        2, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, queries, ring,
+                        ready, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                    ),
+                ),
+                (
+                    copy_tiles,
+                    (
+                        lines, block_table_ptr, plan_ptr, num_tiles, table_stride, ring, ready,
+                        NUM_KV_HEADS, BLOCK_SIZE, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [_THREE_GROUPS_REGISTERS, _THREE_GROUPS_REGISTERS, _COPIER_REGISTERS],
+        )  # fmt: skip
 
 
 def paged_prefill_hopper(
@@ -404,5 +487,6 @@ def paged_prefill_hopper(
         WINDOW=sliding_window or 0,
         TILE=config.tile,
         STAGES=config.num_stages,
+        GROUPS=config.rows // _ROWS.value,
         num_warps=4,
     )

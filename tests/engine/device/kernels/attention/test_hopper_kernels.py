@@ -34,7 +34,7 @@ types = {
 }
 constants = {
     "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "GROUP": group, "BLOCK_SIZE": 64, "WINDOW": window,
-    "TILE": config.tile, "STAGES": config.num_stages,
+    "TILE": config.tile, "STAGES": config.num_stages, "GROUPS": config.rows // 64,
 }
 names = [p.name for p in kernel.params]
 source = GluonASTSource(
