@@ -43,15 +43,31 @@ Grüße aus München; voilà, ça marche; привет, мир; 你好，世界;
 """
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--measure-slow",
+        action="store_true",
+        help="write the list of slow tests, tests/slow.txt, from the times of this run",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """xdist's workers share the cores: they inherit this, and more threads would only contend."""
+    if config.getoption("--measure-slow") and not hasattr(config, "workerinput"):
+        from lanes import Measuring
+
+        config.pluginmanager.register(Measuring())
+    # xdist's workers share the cores: they inherit this, and more threads would only contend.
     num_workers = len(getattr(config.option, "tx", None) or ()) or 1
     num_threads = max(1, min(2, (os.cpu_count() or 1) // num_workers))
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))  # read when torch is imported
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` need a CUDA device; without one they are skipped with a message."""
+    """Mark slow tests, and skip tests marked `gpu` where there is no CUDA device."""
+    from lanes import mark_slow
+
+    mark_slow(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -22,7 +22,6 @@ from fuzz_server import NO_FIELD, Answer, fault_of, smaller
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 
-@pytest.mark.slow
 def test_a_live_server_stands_some_hundred_of_them(smollm2_gguf: Path, tmp_path: Path) -> None:
     """smollm2_gguf: source of the tokenizer. The fuzzer lowers its own priority, so it has a
     process of its own."""

@@ -92,7 +92,6 @@ def direct(model: Any, context: list[int], continuation: list[int]) -> tuple[flo
     return float(scores.gather(1, wanted[:, None]).sum()), is_greedy
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of lm-eval and of its dependencies
 async def test_its_log_likelihoods_are_those_of_transformers(
     smollm2_gguf: Path, smollm2_reference: Any, task_folder: Path

@@ -30,7 +30,6 @@ MOST_FILES = 58
 """The goal is 45."""
 
 
-@pytest.mark.slow
 def test_the_page_lists_the_stations_of_a_streamed_answer(tiny_llama_dir: Path) -> None:
     folders = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "harness")))
     result = subprocess.run(

@@ -31,7 +31,6 @@ SEED = 5_150
 # -- equal to transformers ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 class TestEqualsTransformers:
     @pytest.fixture(scope="class")
     def pairs(self) -> dict[str, tuple[Tokenizer, Any]]:

@@ -36,7 +36,6 @@ def theirs(smollm2_gguf: Path) -> Any:
         )
 
 
-@pytest.mark.slow
 class TestEqualsTransformers:
     def test_encodes_and_decodes_alike(self, ours: Tokenizer, theirs: Any) -> None:
         texts = sample_texts(SEED, 3000)

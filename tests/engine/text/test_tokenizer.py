@@ -199,7 +199,6 @@ class TestFaults:
             tokenizer.encode("a\ud800b")
 
 
-@pytest.mark.slow
 def test_older_vocabulary_files_are_converted(tmp_path: Path) -> None:
     data = json.loads(make_backend().to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(data["vocab"] | {"<|endoftext|>": 400}))

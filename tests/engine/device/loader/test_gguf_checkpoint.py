@@ -75,7 +75,6 @@ def test_quantised_rows_go_back_in_order(
     assert checkpoint.config.torch_dtype == expected
 
 
-@pytest.mark.slow
 def test_smollm2_equals_transformers_reading(smollm2_gguf: Path, smollm2_reference: Any) -> None:
     checkpoint = open_checkpoint(smollm2_gguf)
     expected = smollm2_reference.state_dict()

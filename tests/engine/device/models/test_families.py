@@ -205,7 +205,6 @@ def test_half_types_stay_near_float32(dtype: torch.dtype, tiny_model_dir: TinyMo
     assert error < (0.05 if dtype is torch.bfloat16 else 0.006)
 
 
-@pytest.mark.slow
 def test_smollm2_greedy_tokens_equal_transformers(
     smollm2_gguf: Path, smollm2_reference: Any
 ) -> None:

@@ -146,7 +146,6 @@ def load_unfinalized(folder: Path, quantization: str | None) -> torch.nn.Module:
     return build(load_model_config(folder), quantization=quantization)
 
 
-@pytest.mark.slow
 def test_a_real_model_answers_as_its_float_weights_do(smollm2_gguf: Path) -> None:
     """The mean divergence of its next tokens from those of the float32 model, in nats. 8 bits with
     one scale for a whole row, as other programs use them, are at 6e-3."""
