@@ -196,8 +196,8 @@ class EngineConfig:
     adaptive_prefill: bool | None = setting(
         None,
         "while requests generate, cut prompts so that a step computes no more of them than takes "
-        "the time of two steps without prompts, or of as many as requests wait for their first "
-        "token (default: in a server and a chat)",
+        "the time of two steps without prompts, or of as many as there are prompts that fit now; "
+        "those that end within their part come first (default: in a server and a chat)",
     )
     block_size: int | None = setting(
         None,

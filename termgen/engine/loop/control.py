@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from termgen.client import PauseMode, SleepLevel
-from termgen.engine.schedule.request_queue import first_begun
 from termgen.engine.schedule.scheduler import Scheduler
 from termgen.errors import EngineError, RequestError
-from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.request import FinishReason, RequestStatus
 from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, FinishedRow, StepPlan, StepResult
 
 
@@ -147,7 +146,10 @@ class EngineControl:
     @property
     def _has_begun(self) -> bool:
         """True if any request is running or preempted."""
-        return bool(self._scheduler.num_running or first_begun(self._scheduler.waiting))
+        waiting = self._scheduler.waiting
+        return bool(self._scheduler.num_running) or any(
+            request.status is RequestStatus.PREEMPTED for request in waiting
+        )
 
     def _reset(self, force: bool, why: str = "the prefix cache was reset") -> bool:
         if not force:

@@ -263,19 +263,20 @@ class KVCacheManager:
             found.append(block)
         return found
 
-    def can_admit(self, num_tokens: int, cached: Sequence[int]) -> bool:
-        """True if all of a request's known tokens fit, given its cached blocks.
+    def num_needed(self, num_tokens: int, cached: Sequence[int]) -> int:
+        """Free blocks that a request with these known tokens and cached blocks takes.
 
         Unused cached blocks count as needed, as taking them shortens the free list.
         """
         idle = sum(self.pool.is_free(b) for b in cached)
-        return self.blocks_for(num_tokens) - len(cached) + idle <= self.pool.num_free
+        return self.blocks_for(num_tokens) - len(cached) + idle
 
-    def try_fit(self, request: Request) -> list[int] | None:
+    def try_fit(self, request: Request, num_reserved: int = 0) -> list[int] | None:
         """The request's cached blocks if all its known tokens fit now, else None.
 
-        A request may wait for blocks over many steps. It can fit only after a block was freed or
-        its next block became cached, so until then its prompt is not looked up again.
+        num_reserved: free blocks that others will take. A request may wait for blocks over many
+        steps. It can fit only after a block was freed or its next block became cached, so until
+        then its prompt is not looked up again.
         """
         freed = self.pool.num_freed
         if self._misfit is not None and self._misfit[0] is request and self._misfit[2] == freed:
@@ -283,8 +284,10 @@ class KVCacheManager:
             if not upcoming or self.pool.lookup(upcoming[0]) is None:
                 return None
         cached = self.find_cached(request)
-        fits = self.can_admit(len(request.token_ids), cached)
-        self._misfit = None if fits else (request, len(cached), freed)
+        needed = self.num_needed(len(request.token_ids), cached)
+        fits = needed + num_reserved <= self.pool.num_free
+        if not num_reserved:  # what others will take, they may yet leave
+            self._misfit = None if fits else (request, len(cached), freed)
         return cached if fits else None
 
     def admit(self, slot: int, num_tokens: int, cached: Sequence[int]) -> IntArray:

@@ -1,42 +1,66 @@
-"""Queues of requests that wait for a slot: by arrival or by priority."""
+"""The queue of requests that wait for a slot, by arrival or by priority."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import takewhile
+from typing import Any
 
 from termgen.engine.schedule.slot_table import SlotTable
-from termgen.vocabulary.request import Request, RequestStatus
+from termgen.vocabulary.request import Request
 
 
-class RequestQueue(ABC):
+def priority_key(request: Request) -> tuple[int, int, str]:
+    """Sort key, lower first: priority, then arrival, then id, so that the order is total."""
+    return (request.priority, request.arrival_ns, request.request_id)
+
+
+class RequestQueue:
     """Queued requests, and requests set aside until they can run (e.g. until a mask is filled).
 
-    A request set aside costs nothing until it is taken back, at its former place.
+    A request set aside costs nothing until it is taken back, at its former place. Policy `fcfs`:
+    first come, first served, preempted requests before all others. `priority`: lowest (priority,
+    arrival) first; a preempted request has its place by the same key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str) -> None:
+        self._key: Callable[[Request], Any] = {"fcfs": self._place_of, "priority": priority_key}[
+            policy
+        ]
+        self._line: list[Request] = []
+        """Sorted by key."""
         self._aside: dict[str, Request] = {}
         """Request id -> request, in the order of setting aside."""
+        self._places: dict[str, int] = {}
+        """Request id -> place in the order of arrival, of all requests here."""
+        self._first = self._last = 0
 
-    @abstractmethod
-    def push(self, request: Request) -> None: ...
+    def push(self, request: Request) -> None:
+        self._last += 1
+        self._push_at(self._last, request)
 
-    @abstractmethod
     def push_front(self, request: Request) -> None:
         """Put a preempted request back, first among its equals."""
-        ...
+        self._first -= 1
+        self._push_at(self._first, request)
 
     def peek(self) -> Request | None:
         """The first queued request; None if the queue is empty or all are set aside."""
-        return next(self._line(), None)
+        return self._line[0] if self._line else None
+
+    def queued(self) -> Iterator[Request]:
+        """The queue in order, without those set aside. Before the next one is asked for, the latest
+        may be removed or set aside."""
+        index = 0
+        while index < len(self._line):
+            request = self._line[index]
+            yield request
+            index += index < len(self._line) and self._line[index] is request
 
     def remove(self, request: Request) -> None:
         if self._aside.pop(request.request_id, None) is None:
             self._leave(request)
+        del self._places[request.request_id]
 
     def set_aside(self, request: Request) -> None:
         """Take a waiting request out of the queue for now."""
@@ -47,7 +71,7 @@ class RequestQueue(ABC):
         """Return a request to its former place. A no-op if it is not set aside."""
         if self._aside.get(request.request_id) is request:
             del self._aside[request.request_id]
-            self._return(request)
+            insort(self._line, request, key=self._key)
 
     @property
     def num_aside(self) -> int:
@@ -56,113 +80,24 @@ class RequestQueue(ABC):
     def __iter__(self) -> Iterator[Request]:
         """Requests set aside, then the queue."""
         yield from self._aside.values()
-        yield from self._line()
+        yield from self._line
 
-    @abstractmethod
     def __len__(self) -> int:
         """Queued requests and those set aside."""
-        ...
+        return len(self._aside) + len(self._line)
 
-    @abstractmethod
-    def _line(self) -> Iterator[Request]: ...
+    def _place_of(self, request: Request) -> int:
+        return self._places[request.request_id]
 
-    @abstractmethod
-    def _leave(self, request: Request) -> None: ...
-
-    @abstractmethod
-    def _return(self, request: Request) -> None: ...
-
-
-class FCFSQueue(RequestQueue):
-    """First come, first served. Any request is found by its id."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._queue: OrderedDict[str, Request] = OrderedDict()
-        self._places: dict[str, int] = {}
-        """Request id -> sort key of its place."""
-        self._first, self._last = 0, 0
-
-    def push(self, request: Request) -> None:
+    def _push_at(self, place: int, request: Request) -> None:
         assert request.request_id not in self._places, "queued twice"
-        self._last += 1
-        self._places[request.request_id] = self._last
-        self._queue[request.request_id] = request
-
-    def push_front(self, request: Request) -> None:
-        self.push(request)
-        self._first -= 1
-        self._places[request.request_id] = self._first
-        self._queue.move_to_end(request.request_id, last=False)
-
-    def remove(self, request: Request) -> None:
-        super().remove(request)
-        del self._places[request.request_id]
-
-    def _line(self) -> Iterator[Request]:
-        return iter(self._queue.values())
-
-    def __len__(self) -> int:
-        return len(self._aside) + len(self._queue)
+        self._places[request.request_id] = place
+        insort(self._line, request, key=self._key)
 
     def _leave(self, request: Request) -> None:
-        del self._queue[request.request_id]
-
-    def _return(self, request: Request) -> None:
-        # All earlier requests have got a slot or were set aside, except the few that were preempted
-        # or taken back since.
-        place = self._places[request.request_id]
-        before = list(takewhile(lambda name: self._places[name] < place, self._queue))
-        self._queue[request.request_id] = request
-        for name in (request.request_id, *reversed(before)):
-            self._queue.move_to_end(name, last=False)
-
-
-def priority_key(request: Request) -> tuple[int, int, str]:
-    """Sort key, lower first: priority, then arrival, then id, so that the order is total."""
-    return (request.priority, request.arrival_ns, request.request_id)
-
-
-class PriorityQueue(RequestQueue):
-    """Lowest (priority, arrival) first. A preempted request keeps its place by its key."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._queue: list[Request] = []
-        """Sorted."""
-
-    def push(self, request: Request) -> None:
-        insort(self._queue, request, key=priority_key)
-
-    push_front = _return = push
-
-    def _line(self) -> Iterator[Request]:
-        return iter(self._queue)
-
-    def __len__(self) -> int:
-        return len(self._aside) + len(self._queue)
-
-    def _leave(self, request: Request) -> None:
-        place = bisect_left(self._queue, priority_key(request), key=priority_key)
-        assert self._queue[place] is request
-        del self._queue[place]
-
-
-def first_begun(
-    queue: RequestQueue, may_go: Callable[[Request], bool] = lambda request: True
-) -> Request | None:
-    """The first waiting request that has run before and may run now."""
-    begun = (request for request in queue if request.status is RequestStatus.PREEMPTED)
-    return next(filter(may_go, begun), None)
-
-
-def make_queue(policy: str) -> RequestQueue:
-    """The queue of a policy, `fcfs` or `priority`."""
-    queues: dict[str, type[FCFSQueue] | type[PriorityQueue]] = {
-        "fcfs": FCFSQueue,
-        "priority": PriorityQueue,
-    }
-    return queues[policy]()
+        index = bisect_left(self._line, self._key(request), key=self._key)
+        assert self._line[index] is request
+        del self._line[index]
 
 
 def choose_victim(table: SlotTable, policy: str) -> int:

@@ -9,7 +9,9 @@ follows vLLM's V1 scheduler; the columns (see slot_table.py) do not.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,8 @@ import numpy.typing as npt
 from termgen.engine.schedule.constraints import Constraints
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.plan import DecodeStep, PlanBuilder
-from termgen.engine.schedule.prompt_pace import PromptPace, PromptShare
-from termgen.engine.schedule.request_queue import (
-    choose_victim,
-    first_begun,
-    make_queue,
-    priority_key,
-)
+from termgen.engine.schedule.prompt_pace import PromptPace
+from termgen.engine.schedule.request_queue import RequestQueue, choose_victim, priority_key
 from termgen.engine.schedule.slot_table import Fence, SlotTable
 from termgen.errors import CorruptedLogitsError, EngineError, RequestError, TermgenError
 from termgen.vocabulary.request import FinishReason, IntArray, Request, RequestStatus
@@ -82,7 +79,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.slots = SlotTable(config.max_num_seqs, config.max_model_len)
-        self.waiting = make_queue(config.policy)
+        self.waiting = RequestQueue(config.policy)
         self.stats = SchedulerStats()
         self.constraints = Constraints()
         self.requests: dict[str, Request] = {}
@@ -172,9 +169,9 @@ class Scheduler:
         is_busy = self.fence.landed_step < self.newest_step
         self.constraints.hold_back(table, running, want, is_busy=is_busy)
         num_new = np.minimum(want, self._threshold)
-        share = self._share_of_prompts(num_new)
-        ends = np.cumsum(num_new)
         budget = self.config.max_num_batched_tokens
+        newcomers = self._share_among_prompts(num_new, budget, may_admit)
+        ends = np.cumsum(num_new)
         if len(ends) and ends[-1] > budget:
             num_new = np.clip(budget - (ends - num_new), 0, num_new)
         builder = PlanBuilder()
@@ -184,7 +181,7 @@ class Scheduler:
         self._advance(slots, counts, counts == want[chosen])
         if may_admit and not preempted:
             left = budget - int(counts.sum())
-            new_slots, new_counts = self._admit(left, share, builder, now_ns)
+            new_slots, new_counts = self._admit(left, newcomers, builder, now_ns)
             slots = np.concatenate((slots, new_slots))
             counts = np.concatenate((counts, new_counts))
         if not len(slots):
@@ -193,18 +190,52 @@ class Scheduler:
         counts, released = counts.astype(np.int32), tuple(self._released)
         return builder.build(self._next_step, table, slots=slots, counts=counts, released=released)
 
-    def _share_of_prompts(self, num_new: IntArray) -> PromptShare:
-        """Cut the prompts of running rows in `num_new`; returns what is left for new requests."""
-        if self._pace is None:
-            return PromptShare()
-        prompts = np.flatnonzero(num_new > 1)
-        share = self._pace.share(
-            num_generating=len(num_new) - len(prompts),
-            num_prompts=len(prompts) + min(len(self.waiting), len(self.free_slots)),
-        )
-        for i in prompts.tolist():
-            num_new[i] = share.take(int(num_new[i]))
-        return share
+    def _share_among_prompts(
+        self, num_new: IntArray, budget: int, may_admit: bool
+    ) -> list[tuple[Request, int]] | None:
+        """Cut the prompts of running rows in `num_new` where others generate. Returns the requests
+        to admit, with their tokens; None if admission is not limited."""
+        pace = self._pace
+        rows = np.flatnonzero(num_new > 1).tolist()
+        num_generating = len(num_new) - len(rows)
+        if pace is None or not (num_generating and pace.is_measured):
+            return None
+        budget -= num_generating
+        prompts = [
+            (self.slots.request_at(int(self.slots.running[row])), int(num_new[row]), row)
+            for row in rows
+        ]
+        if may_admit:
+            prompts += ((*found, -1) for found in self._admissible(budget, pace))
+        if self.config.policy == "priority":
+            prompts.sort(key=lambda prompt: priority_key(prompt[0]))
+        counts = pace.divide([missing for _, missing, _ in prompts], budget)
+        newcomers = []
+        for (request, _, row), count in zip(prompts, counts, strict=True):
+            if row >= 0:
+                num_new[row] = count
+            elif count:
+                newcomers.append((request, count))
+        return newcomers
+
+    def _admissible(self, budget: int, pace: PromptPace) -> list[tuple[Request, int]]:
+        """Waiting requests for which there are slots and blocks now, with the tokens they lack, up
+        to where more of them would change nothing about the step."""
+        found: list[tuple[Request, int]] = []
+        num_blocks = num_missing = 0
+        for request in self._ready():
+            cached = self.kv.try_fit(request, num_blocks)
+            if cached is None:
+                break
+            num_tokens = len(request.token_ids)
+            missing = min(num_tokens - len(cached) * self.kv.block_size, self._threshold)
+            found.append((request, missing))
+            num_blocks += self.kv.num_needed(num_tokens, cached)
+            num_missing += missing
+            is_full = num_missing >= budget and pace.fills(budget, len(found))
+            if is_full or len(found) == len(self.free_slots):
+                break
+        return found
 
     def _give_blocks(self, running: IntArray, num_new: IntArray, builder: PlanBuilder) -> bool:
         """Extend block tables for the tokens in `num_new`, preempting if blocks run out.
@@ -271,17 +302,23 @@ class Scheduler:
         self.preempted.append(request)
 
     def _admit(
-        self, budget: int, share: PromptShare, builder: PlanBuilder, now_ns: int
+        self,
+        budget: int,
+        newcomers: list[tuple[Request, int]] | None,
+        builder: PlanBuilder,
+        now_ns: int,
     ) -> tuple[IntArray, IntArray]:
-        """Admit waiting requests while there are tokens, slots and blocks."""
+        """Admit waiting requests while there are tokens, slots and blocks.
+
+        newcomers: the only ones to admit, with their most tokens; None for all.
+        """
         slots, counts = list[int](), list[int]()
         if self.waiting.num_aside:
             self.constraints.is_late = True
-        while (
-            min(budget, share.num_tokens) > 0
-            and self.free_slots
-            and (request := self._next_ready()) is not None
-        ):
+        turns: Iterator[tuple[Request, int]]
+        turns = zip(self._ready(), repeat(budget)) if newcomers is None else iter(newcomers)
+        while budget > 0 and self.free_slots and (turn := next(turns, None)) is not None:
+            request, limit = turn
             cached = self.kv.try_fit(request)
             if cached is None:
                 break
@@ -289,7 +326,7 @@ class Scheduler:
             self.waiting.remove(request)
             slot = self.free_slots.pop()
             self._start(request, slot, cached, builder, now_ns)
-            count = share.take(min(missing, budget, self._threshold))
+            count = min(missing, budget, limit, self._threshold)
             complete = np.asarray([count == missing])
             self._advance(np.asarray([slot]), np.asarray([count], np.int32), complete)
             slots.append(slot)
@@ -297,15 +334,17 @@ class Scheduler:
             budget -= count
         return np.asarray(slots, np.int32), np.asarray(counts, np.int32)
 
-    def _next_ready(self) -> Request | None:
-        """The first waiting request that may join this step. Requests without their mask are set
-        aside, so that a step checks each only once, however many wait for masks."""
-        if not self.admits_new:
-            return first_begun(self.waiting, self.constraints.is_ready)
-        while (head := self.waiting.peek()) is not None and not self.constraints.is_ready(head):
-            self.waiting.set_aside(head)
-            self.constraints.set_aside(head)
-        return head
+    def _ready(self) -> Iterator[Request]:
+        """Waiting requests that may join this step, in order; the caller may remove each. Requests
+        without their mask are set aside, so that a step checks each only once."""
+        for request in self.waiting.queued():
+            if not self.admits_new and request.status is not RequestStatus.PREEMPTED:
+                continue
+            if self.constraints.is_ready(request):
+                yield request
+            elif self.admits_new:
+                self.waiting.set_aside(request)
+                self.constraints.set_aside(request)
 
     def _start(
         self, request: Request, slot: int, cached: list[int], builder: PlanBuilder, now_ns: int

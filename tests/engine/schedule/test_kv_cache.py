@@ -29,7 +29,7 @@ def take(kv: KVCacheManager, slot: int, tokens: Sequence[int], salt: str | None 
     """Admit a request as a whole and compute all of it."""
     request = make_request(f"r{slot}", tokens, salt=salt)
     cached = kv.find_cached(request)
-    assert kv.can_admit(len(tokens), cached)
+    assert kv.num_needed(len(tokens), cached) <= kv.pool.num_free
     kv.admit(slot, len(tokens), cached)
     assert kv.num_registered[slot] == len(cached), "what was found need not be published again"
     if kv.enable_prefix_caching:
@@ -172,8 +172,8 @@ def test_cached_blocks_nobody_uses_count_as_needed() -> None:
     request = make_request("x", run_of(0, 12))
     cached = kv.find_cached(request)
     assert cached == [1, 2]
-    assert not kv.can_admit(12, cached), "two hits would leave no block for the third"
-    assert kv.can_admit(8, cached)
+    assert kv.num_needed(12, cached) == 3, "two hits would leave no block for the third"
+    assert kv.num_needed(8, cached) == 2
     assert kv.try_fit(request) is None
 
 
@@ -289,7 +289,7 @@ def test_a_full_cache_admits_nobody() -> None:
     kv = make_kv(num_blocks=4)
     take(kv, 0, run_of(0, 12))
     assert kv.pool.num_free == 0
-    assert not kv.can_admit(1, [])
+    assert kv.num_needed(1, []) == 1
     assert kv.try_fit(make_request("x", [1])) is None
     assert kv.try_fit(make_request("y", run_of(0, 12))) is None, "its last block must be its own"
 

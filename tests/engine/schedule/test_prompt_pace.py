@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from scheduler_harness import Driver, make_request, make_scheduler, prompts
 
 from termgen.engine.schedule.prompt_pace import PromptShare
-from termgen.vocabulary.step import StepPlan
+from termgen.engine.schedule.slot_table import SlotTable
+from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.step import StepPlan, StepResult
 
 STEP_NS = 1000
 """Time of a step without prompts."""
@@ -145,10 +148,39 @@ def test_without_times_prompts_are_not_cut() -> None:
     assert chunks(driver, "long") == [1900]
 
 
+def test_a_step_with_constrained_rows_is_not_measured() -> None:
+    """It may have waited for their masks."""
+    driver = make_driver(linear(token_ns=10))
+    generate(driver)
+    plan = driver.step()
+    assert plan is not None and plan.is_decode
+    pace = driver.scheduler._pace
+    assert pace is not None
+    none: IntArray = np.zeros(0, np.int32)
+    waited = StepResult(plan.step_id, none, none, None, 0, STEP_NS * 1000)
+    for _ in range(20):
+        pace.landed(plan._replace(constrained=plan.slots), waited)
+    assert pace.divide([950], 2000) == [200]
+
+
+def test_a_row_held_back_generates_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that waits for its mask wants its next token as much as the others."""
+    driver = make_driver(linear(token_ns=10))
+    generate(driver)
+    slot = driver.records["first"].slot
+
+    def hold_back(table: SlotTable, running: IntArray, want: IntArray, *, is_busy: bool) -> None:
+        want[running == slot] = 0
+
+    monkeypatch.setattr(driver.scheduler.constraints, "hold_back", hold_back)
+    driver.add(make_request("long", prompts(7, 950)[1], max_tokens=4))
+    assert chunks(driver, "long") == [200, 200, 200, 200, 150]
+
+
 def test_a_share_is_used_up() -> None:
     share = PromptShare(100)
-    assert [share.take(n) for n in (60, 30, 40, 1)] == [60, 30, 40, 0]
+    assert [share.take(n, 1000) for n in (60, 30, 40, 1)] == [60, 30, 40, 0]
     share = PromptShare(100)
-    assert [share.take(n) for n in (60, 200, 1)] == [60, 40, 0]
-    share = PromptShare()
-    assert [share.take(n) for n in (10**9, 1)] == [10**9, 1]
+    assert [share.take(n, 1000) for n in (60, 200, 1)] == [60, 40, 0]
+    share = PromptShare(100)
+    assert [share.take(n, 50) for n in (60, 200)] == [50, 50]

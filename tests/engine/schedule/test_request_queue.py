@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from scheduler_harness import make_request
 
-from termgen.engine.schedule.request_queue import first_begun, make_queue, priority_key
-from termgen.vocabulary.request import Request, RequestStatus
+from termgen.engine.schedule.request_queue import RequestQueue, priority_key
+from termgen.vocabulary.request import Request
 
 
 def test_first_come_first_served() -> None:
-    queue = make_queue("fcfs")
+    queue = RequestQueue("fcfs")
     a, b, c = (make_request(name, [1], priority=-i) for i, name in enumerate("abc"))
     for request in (a, b, c):
         queue.push(request)
@@ -24,14 +24,14 @@ def test_first_come_first_served() -> None:
 
 def test_an_unknown_policy_is_an_error() -> None:
     with pytest.raises(KeyError):
-        make_queue("random")
+        RequestQueue("random")
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_priority_queue_stays_in_order_under_removal(seed: int) -> None:
     print(f"seed={seed}")
     rng = np.random.default_rng(seed)
-    queue = make_queue("priority")
+    queue = RequestQueue("priority")
     held: list[Request] = []
     for i in range(200):
         action = rng.random()
@@ -63,7 +63,7 @@ def test_what_is_set_aside_comes_back_to_its_place(policy: str, seed: int) -> No
     it."""
     print(f"seed={seed}")
     rng = np.random.default_rng(seed)
-    queue = make_queue(policy)
+    queue = RequestQueue(policy)
     line: list[Request] = []
     aside: list[Request] = []
     places: dict[str, int] = {}
@@ -99,18 +99,20 @@ def test_what_is_set_aside_comes_back_to_its_place(policy: str, seed: int) -> No
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_first_that_has_begun_is_found_wherever_it_waits(policy: str) -> None:
-    queue = make_queue(policy)
-    requests = [make_request(name, [1], arrival_ns=i) for i, name in enumerate("abcd")]
+def test_requests_leave_while_the_queue_is_gone_through(policy: str) -> None:
+    queue = RequestQueue(policy)
+    requests = [make_request(name, [1], arrival_ns=i) for i, name in enumerate("abcde")]
     for request in requests:
         queue.push(request)
-    assert first_begun(queue) is None
-    requests[1].status = requests[3].status = RequestStatus.PREEMPTED
-    assert first_begun(queue) is requests[1]
-    assert first_begun(queue, lambda request: request is not requests[1]) is requests[3]
-    queue.set_aside(requests[3])
-    queue.remove(requests[1])
-    assert first_begun(queue) is requests[3]
+    a, b, c, d, e = requests
+    seen = []
+    for request in queue.queued():
+        seen.append(request)
+        if request in (a, e):
+            queue.remove(request)
+        elif request is c:
+            queue.set_aside(request)
+    assert seen == requests and list(queue.queued()) == [b, d] and list(queue) == [c, b, d]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -130,7 +132,7 @@ def test_taking_one_out_of_many_looks_at_few(policy: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Request, "__eq__", equal)
     monkeypatch.setattr("termgen.engine.schedule.request_queue.priority_key", key)
-    queue = make_queue(policy)
+    queue = RequestQueue(policy)
     requests = [make_request(f"r{i}", [1], arrival_ns=i) for i in range(2000)]
     for request in requests:
         queue.push(request)
