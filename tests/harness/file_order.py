@@ -16,6 +16,7 @@ REAL_MODEL_FILES = (
     "test_parity",
     "test_lm_eval",
     "test_families",
+    "test_int8",
     "test_parity_matrix",
     "test_fp8_kv_cache",
     "test_gguf_checkpoint",

@@ -159,19 +159,22 @@ class Int8Blocks:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Some rows of the matrix: ids [T] -> [T, num_columns] float32."""
         tile, lane = ids.long() // TILE, ids.long() % TILE
-        numbers, scale, low = self._read(self.tiles[tile])
-        every = torch.arange(len(lane))
-        chosen = numbers.permute(0, 3, 1, 2)[every, lane]  # [T, blocks, BLOCK]
-        scale, low = (part.transpose(1, 2)[every, lane] for part in (scale, low))
-        blocks = chosen.mul_(scale[..., None]).add_(low[..., None])
+        # Views, so that only the chosen rows of the tiles are read.
+        halves = self.tiles[:, :, :_HEADER].unflatten(2, (2, TILE, 2))[tile, :, :, lane]
+        words = self.tiles[:, :, _HEADER:].unflatten(2, (-1, TILE, 4))[tile, :, :, lane]
+        scale, low = halves.view(torch.float16).float().unbind(2)  # [T, blocks, 1] each
+        blocks = self._numbers(words).mul_(scale).add_(low)
         return blocks.flatten(1).mul_(self.row_scale[ids.long()][:, None])
 
     def _read(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Numbers [tiles, blocks, BLOCK, TILE], scales and lows [tiles, blocks, TILE], float32."""
-        num_blocks = self.num_columns // BLOCK
-        words = tiles[:, :, _HEADER:].reshape(-1, num_blocks, BLOCK * self.num_bits // 32, TILE, 4)
-        if self.num_bits == 4:
-            words = torch.stack((words & 15, words >> 4), 5) * _COARSE
-        numbers = words.flatten(4).transpose(3, 4).flatten(2, 3).float()
+        words = tiles[:, :, _HEADER:].unflatten(2, (-1, TILE, 4)).transpose(2, 3)
+        numbers = self._numbers(words).transpose(2, 3)
         halves = tiles[:, :, :_HEADER].contiguous().view(torch.float16).float()
         return numbers, halves[..., :TILE], halves[..., TILE:]
+
+    def _numbers(self, words: torch.Tensor) -> torch.Tensor:
+        """words [..., words of a block, 4] uint8 -> the block's numbers [..., BLOCK], float32."""
+        if self.num_bits == 4:
+            words = torch.stack((words & 15, words >> 4), -1).flatten(-2) * _COARSE
+        return words.flatten(-2).float()

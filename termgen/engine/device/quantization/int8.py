@@ -1,20 +1,19 @@
 """8-bit weights on the CPU: a `LinearMethod` over the blocks of `native.int8_blocks`.
 
 Rows are quantized while they are loaded, so the float model never exists as a whole. Activations
-stay floats: rounding them to 8 bits too would be as fast, but costs far more accuracy.
+stay float32, in steps of any size: rounding them to 8 bits would be as fast but costs far more
+accuracy, and bfloat16 factors in large steps would let other requests change a request's tokens.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from termgen.engine.device.layers.linear import LinearSpec, can_pack
+from termgen.engine.device.layers.linear import LinearSpec
 from termgen.engine.device.layers.weight_slot import empty_parameter
 from termgen.engine.device.native import why_unusable
 from termgen.engine.device.native.int8_blocks import (
@@ -28,11 +27,10 @@ from termgen.errors import ConfigError
 
 _MOST_ROWS = 48
 """Up to this many rows of activations the kernel beats widening the weight to floats first
-(SmolLM2-135M's shapes on two cores with AMX; without it the two are alike from 48 to 100)."""
+(SmolLM2-135M's shapes on two cores: alike from 48 to 100)."""
 _CHUNK_NUMBERS = 2**20
 """Numbers widened at a time: a part of the weight that stays in cache."""
 _memory = threading.local()
-_precision = threading.Lock()
 
 
 class Int8Linear(nn.Module):
@@ -64,7 +62,6 @@ class Int8Linear(nn.Module):
         """The fields of `Quantized`, until `finalize`."""
         self._blocks: Int8Blocks | None = None
         self._most_rows = -1 if why_unusable() else _MOST_ROWS
-        self._has_bfloat16 = can_pack(torch.bfloat16, spec.device)
 
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
         assert self.parts is not None, "loading into a finalized layer"
@@ -91,10 +88,9 @@ class Int8Linear(nn.Module):
         """x [M, columns] float32 -> [M, out_features] float32."""
         y = x.new_empty(len(x), blocks.num_tiles * TILE)
         step = max(1, _CHUNK_NUMBERS // (blocks.num_columns * TILE))
-        with _bfloat16_factors() if self._has_bfloat16 else nullcontext():
-            for first in range(0, blocks.num_tiles, step):
-                columns = blocks.columns_of(first, first + step, _scratch())
-                torch.mm(x, columns, out=y[:, first * TILE : first * TILE + columns.shape[1]])
+        for first in range(0, blocks.num_tiles, step):
+            columns = blocks.columns_of(first, first + step, _scratch())
+            torch.mm(x, columns, out=y[:, first * TILE : first * TILE + columns.shape[1]])
         return y[:, : self._spec.out_features].contiguous()
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -112,16 +108,3 @@ def _scratch() -> torch.Tensor:
         _memory.chunk = torch.empty(_CHUNK_NUMBERS + _CHUNK_NUMBERS // 8)
     chunk: torch.Tensor = _memory.chunk
     return chunk
-
-
-@contextmanager
-def _bfloat16_factors() -> Iterator[None]:
-    """Products of float32 matrices round their factors to bfloat16, and sum in float32: some
-    processors have matrix units for that."""
-    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    with _precision:  # the setting is the process's, and other engines may change it too
-        before, settings.fp32_precision = settings.fp32_precision, "bf16"
-        try:
-            yield
-        finally:
-            settings.fp32_precision = before

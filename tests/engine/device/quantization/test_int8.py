@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from paged_model import CPU, PagedModel, Row, load
+from torch.profiler import ProfilerActivity, profile
 
 from termgen.engine.device import native
 from termgen.engine.device.layers.linear import Build, Linear, LinearSpec
@@ -29,7 +32,7 @@ def random_matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 48, 49])
 @pytest.mark.parametrize("columns", [64, 72])
-@pytest.mark.parametrize("how", ["kernels", "no bfloat16", "torch"])
+@pytest.mark.parametrize("how", ["kernels", "torch"])
 def test_products_are_those_of_the_quantized_matrix(
     dtype: torch.dtype, num_rows: int, columns: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,8 +41,6 @@ def test_products_are_those_of_the_quantized_matrix(
     monkeypatch.setattr(int8, "_memory", threading.local())
     if how == "torch":
         monkeypatch.setattr(native, "find_spec", lambda name: None)
-    if how == "no bfloat16":
-        monkeypatch.setattr(int8, "can_pack", lambda dtype, device: False)
     layer = Linear(
         columns, {"proj": 70}, bias=True, build=Build(dtype, CPU, Int8Linear, TorchOps())
     )
@@ -55,52 +56,62 @@ def test_products_are_those_of_the_quantized_matrix(
     assert actual.shape == (num_rows, 70) and actual.dtype is dtype
     # bfloat16 keeps 8 bits: sums of magnitude m are off by up to m / 128 after their roundings.
     magnitude = x.double().abs() @ dequantized.abs().T + bias.abs().double()
-    is_exact = dtype is torch.float32 and (
-        how == "no bfloat16" or (how == "kernels" and num_rows <= 48)
-    )
-    tolerance = 1e-6 if is_exact else 1 / 128
+    tolerance = 1e-6 if dtype is torch.float32 else 1 / 128
     assert ((actual.double() - expected).abs() <= magnitude * tolerance + 1e-6).all()
 
 
-def test_products_of_other_code_keep_their_precision() -> None:
-    """The setting for bfloat16 factors is left as it was, also by an error."""
+def test_large_steps_leave_the_precision_of_the_process_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The setting is the process's: the products of a float engine in another thread would follow
+    it. And rows of a large step must be those of a small one."""
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision
-    with pytest.raises(KeyError), int8._bfloat16_factors():
-        assert settings.fp32_precision == "bf16"
-        raise KeyError
-    assert settings.fp32_precision == before
+    seen = set()
+    multiply = torch.mm
+
+    def mm(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        seen.add(settings.fp32_precision)
+        return multiply(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    method = quantized(random_matrix(64, 96))
+    x = random_matrix(100, 96, seed=1)
+    whole = method.multiply(x, None)
+    rows = torch.cat([method.multiply(row[None], None) for row in x])
+    assert seen == {before}
+    magnitude = x.abs() @ random_matrix(64, 96).abs().T
+    assert ((whole - rows).abs() <= magnitude * 1e-6).all()
 
 
-def test_two_engines_leave_the_setting_as_it_was() -> None:
-    settings = torch.backends.mkldnn.matmul
-    before = settings.fp32_precision
-    is_inside, may_end = threading.Event(), threading.Event()
+def quantized(matrix: torch.Tensor) -> Int8Linear:
+    rows, columns = matrix.shape
+    method = Int8Linear(LinearSpec(columns, rows, torch.float32, CPU, True))
+    method.load_rows(matrix, 0)
+    method.finalize()
+    return method
 
-    def first() -> None:
-        with int8._bfloat16_factors():
-            is_inside.set()
-            may_end.wait(10.0)
 
-    def second() -> None:
-        """Ends after the first, whether it may begin before that or not."""
-        with int8._bfloat16_factors():
-            threads[0].join(10.0)
-
-    threads = [threading.Thread(target=first), threading.Thread(target=second)]
-    threads[0].start()
-    assert is_inside.wait(10.0)
-    threads[1].start()
-    threads[1].join(0.1)
-    may_end.set()
-    for thread in threads:
-        thread.join(10.0)
-    assert settings.fp32_precision == before
+@pytest.mark.parametrize("levels", [16, 256])
+def test_looking_rows_up_reads_only_those(levels: int) -> None:
+    """A tile holds 32 rows; widening all of them for each token takes gigabytes in a long
+    prompt."""
+    generator = torch.Generator().manual_seed(3)
+    matrix = torch.randint(0, levels, (90, 256), generator=generator).float()
+    matrix[:, ::32], matrix[:, 1::32] = 0, levels - 1  # every block uses all levels
+    method = quantized(matrix)
+    assert method._blocks is not None and method._blocks.num_bits == (4 if levels == 16 else 8)
+    ids = torch.randint(0, 90, (500,), generator=generator)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        rows = method.embed(ids)
+    expected = dequantize(quantize_rows(matrix))[ids]
+    torch.testing.assert_close(rows, expected, rtol=0, atol=0)
+    largest = max(event.cpu_memory_usage for event in profiled.events())
+    assert largest <= 2 * rows.nbytes
 
 
 def test_rows_are_looked_up_in_the_quantized_matrix() -> None:
-    spec = LinearSpec(16, 30, torch.float32, CPU, True)
-    method = Int8Linear(spec)
+    method = Int8Linear(LinearSpec(16, 30, torch.float32, CPU, True))
     matrix = random_matrix(30, 16)
     method.load_rows(matrix[:10], 0)
     method.load_rows(matrix[10:], 10)
@@ -146,20 +157,43 @@ def load_unfinalized(folder: Path, quantization: str | None) -> torch.nn.Module:
     return build(load_model_config(folder), quantization=quantization)
 
 
-def test_a_real_model_answers_as_its_float_weights_do(smollm2_gguf: Path) -> None:
-    """The mean divergence of its next tokens from those of the float32 model, in nats. 8 bits with
-    one scale for a whole row, as other programs use them, are at 6e-3."""
+def divergences(model: Path, tokenizer: Path) -> torch.Tensor:
+    """[240] of the next-token probabilities from those of the float32 model, in nats, for the
+    README's beginning: half of it as a prompt, half token by token."""
     text = (Path(__file__).parents[4] / "README.md").read_text()[:1200]
-    ids = list(load_tokenizer(smollm2_gguf).encode(text))[:240]
+    ids = list(load_tokenizer(tokenizer).encode(text))[:240]
     half = len(ids) // 2
 
     def log_probabilities(quantization: str | None) -> torch.Tensor:
-        paged = PagedModel(load(smollm2_gguf, quantization=quantization))
+        paged = PagedModel(load(model, quantization=quantization))
         prompt = paged.step([Row(0, 0, ids[:half])])[0]
         singles = [paged.step([Row(0, i, [ids[i]])])[0] for i in range(half, len(ids))]
         return torch.cat([prompt, *singles]).double().log_softmax(-1)
 
     exact, quantized = log_probabilities(None), log_probabilities("int8")
-    divergence = (exact.exp() * (exact - quantized)).sum(-1)
-    print(f"mean {divergence.mean():.2e}, largest {divergence.max():.2e}")
-    assert divergence[:half].mean() < 1e-3 and divergence[half:].mean() < 1e-3
+    found = (exact.exp() * (exact - quantized)).sum(-1)
+    print(f"mean {found.mean():.1e}, p99 {found.quantile(0.99):.1e}, largest {found.max():.1e}")
+    return found
+
+
+def test_a_real_model_answers_as_its_float_weights_do(smollm2_gguf: Path) -> None:
+    """8 bits with one scale for a whole row, as other programs use them, are at 6e-3."""
+    found = divergences(smollm2_gguf, smollm2_gguf)
+    half = len(found) // 2
+    assert found[:half].mean() < 1e-3 and found[half:].mean() < 1e-3
+
+
+def test_a_real_model_of_other_weights_does_too(
+    smollm2_gguf: Path, smollm2_reference: Any, tmp_path: Path
+) -> None:
+    """The file's weights lie on a grid of 4 bits, which 8 bits keep exactly. Most models' do not:
+    4% of noise takes them off it."""
+    noisy, seed = copy.deepcopy(smollm2_reference), 17
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.add_(noise * (0.04 * weight.std() if weight.ndim > 1 else 0.0))
+    noisy.save_pretrained(tmp_path)
+    assert divergences(tmp_path, smollm2_gguf).mean() < 3e-3
