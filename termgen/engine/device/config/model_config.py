@@ -502,7 +502,14 @@ def _gemma3_ropes(text: ConfigReader) -> dict[str, dict[str, Any]]:
     for key in ropes.present():
         if key not in ("full_attention", "sliding_attention"):
             ropes.fail(key, "is neither full_attention nor sliding_attention")
-    full = ropes.child("full_attention") or text.child("rope_scaling") or nothing
+    old = text.child("rope_scaling")
+    for read in (old, ropes.child("full_attention"), ropes.child("sliding_attention")):
+        if read is not None and read.get("type") is not None and read.get("rope_type") is None:
+            raise UnsupportedModelError(
+                f"config.json: {read.prefix}.type is an old name that transformers ignores for"
+                " Gemma 3 models: call it rope_type, or remove the scaling"
+            )
+    full = ropes.child("full_attention") or old or nothing
     window = ropes.child("sliding_attention") or nothing
     theta = text.number("rope_theta", default=1e6)
     window_theta = text.number("rope_local_base_freq", default=1e4)

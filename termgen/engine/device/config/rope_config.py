@@ -54,11 +54,16 @@ def read_rope(
     partial = rope.number(
         "partial_rotary_factor", default=read.number("partial_rotary_factor", default=1.0)
     )
-    rotary_dim = int(head_dim * partial)
-    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
-        read.fail("head_dim", f"gives {rotary_dim} rotated values a head, which must be even")
+    if partial != 1.0:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor {partial} is not supported for this architecture:"
+            " transformers ignores it and other programs apply it, so the answers would differ;"
+            " --model-impl transformers runs it as transformers does"
+        )
+    if head_dim % 2:
+        read.fail("head_dim", f"gives {head_dim} rotated values a head, which must be even")
     if rope_type == "default":
-        return RopeConfig(theta=theta, partial_rotary_factor=partial)
+        return RopeConfig(theta=theta)
     original = rope.integer("original_max_position_embeddings", default=max_positions)
     # Some configs keep the length of pre-training beside the rope dictionary; that one wins.
     original = read.integer("original_max_position_embeddings", default=original)
@@ -75,7 +80,6 @@ def read_rope(
     return RopeConfig(
         theta=theta,
         type=rope_type,
-        partial_rotary_factor=partial,
         factor=factor,
         original_max_position_embeddings=original,
         low_freq_factor=low,

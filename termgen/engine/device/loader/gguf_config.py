@@ -33,6 +33,34 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 _GEMMA3_THETA, _GEMMA3_WINDOW_THETA, _GEMMA3_PATTERN = 1e6, 1e4, 6
 _GEMMA3_27B_LAYERS = 62
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Keys of other architectures' arithmetic, and the values with which they change nothing. A file of
+# a supported architecture that has one means another model than termgen would compute.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "activation_sparsity_scale": (),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.relative_buckets_count": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.temperature_scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "rope.dimension_sections": (),
+    "rope.scaling.alpha": (0.0,),
+    "swiglu_clamp_exp": (),
+    "use_parallel_residual": (False,),
+}
+_HEAD_SIZES = (
+    "attention.value_length",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "rope.dimension_count",
+    "rope.dimension_count_swa",
+)
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -51,11 +79,12 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     hidden_size = keys.size("embedding_length")
     num_heads = keys.size("attention.head_count")
     head_dim = keys.size("attention.key_length", default=max(hidden_size // num_heads, 1))
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in _HEAD_SIZES:
         if (value := keys.size(key, default=head_dim)) != head_dim:
             keys.refuse(f"{architecture}.{key} {value} differs from the head size {head_dim}")
     if keys.get(f"{architecture}.expert_count", 0):
         keys.refuse("mixture-of-experts models are read from safetensors, not from GGUF")
+    _check_arithmetic(keys)
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": model_type,
@@ -75,6 +104,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     }
     config.update(_biases(keys))
     config.update(_gemma3(keys, config) if architecture == "gemma3" else _sliding_window(keys))
+    _check_attention_scale(keys, config.get("query_pre_attn_scalar", head_dim))
     if (scaling := _rope_scaling(keys, config)) is not None:
         # For Gemma 3 this is read as the scaling of layers without a window alone.
         config["rope_scaling"] = scaling
@@ -163,6 +193,25 @@ def _check_whole(keys: _Keys) -> None:
         keys.refuse(f"one of {parts} parts of a split model: join them (llama-gguf-split --merge)")
 
 
+def _check_arithmetic(keys: _Keys) -> None:
+    """Refuse keys that change what a model computes and that would be ignored."""
+    for key, neutral in _NEUTRAL.items():
+        value = keys.get(f"{keys.architecture}.{key}")
+        if value is not None and value not in neutral:
+            keys.refuse(f"{keys.architecture}.{key} {str(value)[:40]} is not supported")
+
+
+def _check_attention_scale(keys: _Keys, scalar: int) -> None:
+    """scalar: the model's scores are divided by its square root."""
+    if not keys.get(f"{keys.architecture}.attention.scale", 0.0):  # 0 stands for the usual one
+        return
+    scale = keys.number("attention.scale")
+    if not math.isclose(scale, scalar**-0.5, rel_tol=1e-4):
+        keys.refuse(
+            f"{keys.architecture}.attention.scale {scale} is not supported, only {scalar**-0.5:.6g}"
+        )
+
+
 def _vocab_size(keys: _Keys, hidden_size: int) -> int:
     embedding = keys.file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -217,9 +266,6 @@ def _sliding_window(keys: _Keys) -> dict[str, Any]:
 
 
 def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if value := keys.get(f"gemma3.{key}", 0.0):
-            keys.refuse(f"gemma3.{key} {str(value)[:40]} is not supported")
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     if layers > MAX_LAYERS:
         keys.corrupt(f"gemma3.block_count is {layers}, above {MAX_LAYERS}")

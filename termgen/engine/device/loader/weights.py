@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from termgen.engine.device.layers.weight_slot import WeightSlot
-from termgen.errors import CorruptFileError
+from termgen.errors import CorruptFileError, UnsupportedModelError
 
 
 class TensorSource(Protocol):
@@ -33,6 +33,8 @@ class LoadableModel(Protocol):
 
     def ignored_weights(self) -> tuple[str, ...]: ...
 
+    def repeated_weights(self) -> dict[str, str]: ...
+
 
 def load_weights(
     model: LoadableModel,
@@ -44,6 +46,7 @@ def load_weights(
     names = checkpoint.names()  # in the order in which reading is cheapest
     slots = _slots_in(model.weight_slots(), set(names))
     _check_names(set(slots), names, model.ignored_weights())
+    _check_repeated(checkpoint, set(names), model.repeated_weights())
     num_elements = sum(_num_elements(slot) for slot in slots.values())
     num_loaded = 0
     with torch.no_grad():
@@ -109,6 +112,18 @@ def _check_names(wanted: set[str], present: Sequence[str], ignored: tuple[str, .
         raise CorruptFileError(
             f"the checkpoint has {_some(extra)}, which the model in config.json does not have"
         )
+
+
+def _check_repeated(checkpoint: TensorSource, present: set[str], repeated: dict[str, str]) -> None:
+    """Refuse a tensor that config.json calls the same as another, and is not."""
+    for name, original in repeated.items():
+        if {name, original} <= present and not torch.equal(
+            checkpoint.tensor(name), checkpoint.tensor(original)
+        ):
+            raise UnsupportedModelError(
+                f"config.json: tie_word_embeddings is true, but {name} differs from {original}"
+                " in the checkpoint: set it to false to use both, or remove the tensor"
+            )
 
 
 def _some(names: set[str]) -> str:

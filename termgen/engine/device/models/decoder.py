@@ -301,6 +301,11 @@ class CausalDecoder(nn.Module):
         ignored = ("rotary_emb.inv_freq",)
         return (*ignored, "lm_head.weight") if self.config.tie_word_embeddings else ignored
 
+    def repeated_weights(self) -> dict[str, str]:
+        """Ignored tensor -> the tensor that it must equal, if a checkpoint has both."""
+        tied = self.config.tie_word_embeddings
+        return {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+
     def finalize(self) -> None:
         """Prepares the loaded weights for the device. Called once, before the first step."""
         for module in self.modules():

@@ -192,20 +192,38 @@ def freeze_rope(model: nn.Module) -> int | None:
     """
     limits = []
     for module in model.modules():
-        if not isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+        kinds: Any = getattr(module, "rope_type", None)
+        if not (
+            isinstance(kinds, str | dict) and any("inv_freq" in n for n, _ in _buffers(module))
+        ):
             continue
-        kind = getattr(module, "rope_type", None)
-        if kind == "longrope" or (isinstance(kind, str) and "dynamic" in kind):
-            module.termgen_rope_limit = _rope_limit(module.config)  # type: ignore[assignment]
+        found: list[int] = getattr(module, "termgen_rope_limits", [])
+        if isinstance(kinds, dict):  # one rotation for each type of layer
+            for layer_type, kind in kinds.items():
+                if _follows_length(kind):
+                    found = [*found, _rope_limit(module.config, layer_type)]
+                    kinds[layer_type] = "default"
+        elif _follows_length(kinds):
+            found = [_rope_limit(module.config)]
             module.rope_type = "default"  # type: ignore[assignment]
-        limit = getattr(module, "termgen_rope_limit", None)
-        if isinstance(limit, int):
-            limits.append(limit)
+        module.termgen_rope_limits = found  # type: ignore[assignment]
+        limits += found
     return min(limits, default=None)
 
 
-def _rope_limit(config: Any) -> int:
+def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return module.named_buffers(recurse=False)
+
+
+def _follows_length(kind: object) -> bool:
+    """True for the scalings whose frequencies depend on the longest text of a batch."""
+    return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
+
+
+def _rope_limit(config: Any, layer_type: str | None = None) -> int:
     rope = config.rope_parameters or {}
+    if layer_type is not None:
+        rope = rope.get(layer_type) or {}
     limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     return int(limit)
 

@@ -160,15 +160,15 @@ class Int8Blocks:
         """Some rows of the matrix: ids [T] -> [T, num_columns] float32."""
         tile, lane = ids.long() // TILE, ids.long() % TILE
         # Views, so that only the chosen rows of the tiles are read.
-        halves = self.tiles[:, :, :_HEADER].unflatten(2, (2, TILE, 2))[tile, :, :, lane]
-        words = self.tiles[:, :, _HEADER:].unflatten(2, (-1, TILE, 4))[tile, :, :, lane]
+        halves = _split(self.tiles[:, :, :_HEADER], 2, TILE, 2)[tile, :, :, lane]
+        words = _split(self.tiles[:, :, _HEADER:], -1, TILE, 4)[tile, :, :, lane]
         scale, low = halves.view(torch.float16).float().unbind(2)  # [T, blocks, 1] each
         blocks = self._numbers(words).mul_(scale).add_(low)
         return blocks.flatten(1).mul_(self.row_scale[ids.long()][:, None])
 
     def _read(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Numbers [tiles, blocks, BLOCK, TILE], scales and lows [tiles, blocks, TILE], float32."""
-        words = tiles[:, :, _HEADER:].unflatten(2, (-1, TILE, 4)).transpose(2, 3)
+        words = _split(tiles[:, :, _HEADER:], -1, TILE, 4).transpose(2, 3)
         numbers = self._numbers(words).transpose(2, 3)
         halves = tiles[:, :, :_HEADER].contiguous().view(torch.float16).float()
         return numbers, halves[..., :TILE], halves[..., TILE:]
@@ -178,3 +178,8 @@ class Int8Blocks:
         if self.num_bits == 4:
             words = torch.stack((words & 15, words >> 4), -1).flatten(-2) * _COARSE
         return words.flatten(-2).float()
+
+
+def _split(bytes_: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """[tiles, blocks, n] -> [tiles, blocks, *sizes], a view."""
+    return bytes_.view(*bytes_.shape[:2], *sizes)

@@ -208,6 +208,11 @@ def test_what_gemma3_leaves_out_is_what_transformers_fills_in() -> None:
         ({"attn_logit_softcapping": 50.0}, UnsupportedModelError, "attn_logit_softcapping"),
         ({"use_bidirectional_attention": True}, UnsupportedModelError, "use_bidirectional"),
         ({"hidden_activation": "relu2"}, UnsupportedModelError, "relu2"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 8.0}},
+            UnsupportedModelError,
+            "rope_scaling.type is an old name",
+        ),
         ({"query_pre_attn_scalar": 0}, CorruptFileError, "query_pre_attn_scalar"),
         ({"sliding_window_pattern": 0}, CorruptFileError, "sliding_window_pattern"),
         ({"sliding_window": "x"}, CorruptFileError, "sliding_window"),
@@ -315,6 +320,17 @@ def test_an_unknown_architecture_is_named_beside_the_known_ones() -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "rope_parameters"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "partial_rotary_factor 0.5",
+        ),
         ({"hidden_act": "relu2"}, "relu2"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),

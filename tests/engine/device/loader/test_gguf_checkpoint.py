@@ -200,6 +200,17 @@ def test_rope_factors_of_one_change_nothing(llama_folder: Path, tmp_path: Path) 
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "'longrope'"),
         (lambda w: w.add_rope_dimension_count(8), "rope.dimension_count 8 differs"),
         (lambda w: w.add_expert_count(8), "mixture-of-experts"),
+        (lambda w: w.add_logit_scale(0.0625), "llama.logit_scale 0.0625"),
+        (lambda w: w.add_embedding_scale(12.0), "llama.embedding_scale 12.0"),
+        (lambda w: w.add_residual_scale(0.22), "llama.residual_scale"),
+        (lambda w: w.add_attention_scale(0.0078125), "attention.scale 0.0078125.*, only 0.25"),
+        (lambda w: w.add_final_logit_softcapping(30.0), "llama.final_logit_softcapping 30.0"),
+        (lambda w: w.add_attn_logit_softcapping(50.0), "llama.attn_logit_softcapping 50.0"),
+        (lambda w: w.add_causal_attention(False), "llama.attention.causal False"),
+        (lambda w: w.add_clamp_kqv(8.0), "llama.attention.clamp_kqv 8.0"),
+        (lambda w: w.add_max_alibi_bias(8.0), "llama.attention.max_alibi_bias 8.0"),
+        (lambda w: w.add_parallel_residual(True), "llama.use_parallel_residual True"),
+        (lambda w: w.add_key_length_swa(8), "attention.key_length_swa 8 differs"),
         (lambda w: w.add_uint16("split.count", 3), "one of 3 parts"),
         (lambda w: w.add_tensor("blk.0.odd.weight", np.ones(4, "float32")), "'blk.0.odd.weight'"),
         (lambda w: w.add_tensor("blk.2.attn_v.weight", np.ones(4, "float32")), "blk.2.attn_v"),
@@ -212,6 +223,18 @@ def test_what_cannot_be_expressed_is_refused(
     with pytest.raises(UnsupportedModelError, match=message) as raised:
         open_checkpoint(path)
     assert "\n" not in str(raised.value) and str(path) in str(raised.value)
+
+
+def test_keys_that_change_nothing_are_taken(llama_folder: Path, tmp_path: Path) -> None:
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_logit_scale(1.0)
+        writer.add_attention_scale(0.25)
+        writer.add_causal_attention(True)
+        writer.add_clamp_kqv(0.0)
+        writer.add_parallel_residual(False)
+
+    config = _config_with(llama_folder, tmp_path / "m.gguf", extra)
+    assert config.attention_scale == 0.25
 
 
 def test_unknown_architecture_is_named(tmp_path: Path) -> None:

@@ -186,6 +186,11 @@ def test_a_file_in_float16_runs_in_a_type_that_holds_it(folder: Path, tmp_path: 
             "gemma3.final_logit_softcapping 30.0",
         ),
         (
+            lambda w: w.add_attention_scale(0.5),
+            UnsupportedModelError,
+            "gemma3.attention.scale 0.5",
+        ),
+        (
             lambda w: w.add_attn_logit_softcapping(50.0),
             UnsupportedModelError,
             "gemma3.attn_logit_softcapping 50.0",

@@ -235,6 +235,26 @@ def test_rotary_frequencies_do_not_change_with_other_requests(
     assert run(engines(folder), prompts) == reference(folder, prompts)
 
 
+def test_nor_do_those_of_each_type_of_layer(
+    make_model: MakeModel, engines: Callable[..., SyncEngine]
+) -> None:
+    """A text of 100 tokens beside one of 400, on both sides of the length that frequencies follow
+    in transformers."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    longrope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    longrope["original_max_position_embeddings"] = 96
+    ropes = {
+        "full_attention": longrope,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    folder = make_model(
+        "modernbert-decoder", rope_parameters=ropes, max_position_embeddings=512, pad_token_id=0
+    )
+    assert load_model_config(folder).max_position_embeddings == 96
+    prompts = random_prompts()
+    assert run(engines(folder), prompts) == reference(folder, prompts)
+
+
 REFUSED: dict[str, tuple[Overrides, str]] = {
     "bloom": ({}, "0 of its 2 layers call attention"),
     "falcon": ({}, "chooses its attention from a list of its own"),

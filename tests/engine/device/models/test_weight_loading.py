@@ -14,7 +14,7 @@ from termgen.engine.device.layers.ops import TorchOps
 from termgen.engine.device.loader import load_model_config, open_checkpoint
 from termgen.engine.device.loader.weights import check_finite, load_dummy, load_weights
 from termgen.engine.device.models.registry import build_model
-from termgen.errors import ConfigError, CorruptFileError, ModelError
+from termgen.errors import ConfigError, CorruptFileError, ModelError, UnsupportedModelError
 
 TinyModelDir = Callable[..., Path]
 
@@ -90,8 +90,18 @@ def test_progress_rises_to_one(tiny_llama_dir: Path) -> None:
 def test_known_buffers_and_a_tied_head_are_ignored(tiny_model_dir: TinyModelDir) -> None:
     config, tensors = read_tensors(tiny_model_dir("llama", tie_word_embeddings=True))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-    tensors["lm_head.weight"] = torch.zeros(config.vocab_size, config.hidden_size)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     load_weights(build(config), StateDictCheckpoint(tensors))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+def test_a_tied_head_that_differs_is_refused(family: str, tiny_model_dir: TinyModelDir) -> None:
+    """transformers then uses both tensors, whatever config.json says."""
+    config, tensors = read_tensors(tiny_model_dir(family, tie_word_embeddings=True))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 0.01
+    said = "tie_word_embeddings is true, but lm_head.weight differs"
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_weights(build(config), StateDictCheckpoint(tensors))
 
 
 def test_a_missing_tensor_is_named(tiny_llama_dir: Path) -> None:
