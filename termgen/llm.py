@@ -18,13 +18,13 @@ from typing import Any, TypeGuard, cast
 from tqdm import tqdm
 
 from termgen.client import ChatPrompt, Message, ModelInfo, Prompt, SleepLevel
-from termgen.commands.launch import find_model
-from termgen.commands.progress import TerminalProgress
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
 from termgen.engine.text.output import RequestOutput, RequestOutputBuilder
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import ConfigError, EngineError, RequestError
+from termgen.library.catalog import ensure_model
+from termgen.library.progress import TerminalProgress
 from termgen.system.cpu_slices import quick_lock
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -46,7 +46,7 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         config = _engine_config(None if model is None else os.fspath(model), options)
         with TerminalProgress() as progress:
-            find_model(config, progress)
+            ensure_model(config.model, progress)
         self.config = config
         self._engine = SyncEngine(config)
         self._ids = itertools.count()

@@ -23,6 +23,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "termgen"
 MOST_MODULES = 20
+MOST_FLOORS = 7
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "vocabulary": ("errors", "config", "vocabulary", "client"),
@@ -31,15 +32,26 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "grammar": ("engine.grammar",),
     "schedule": ("engine.schedule",),
     "text": ("engine.text",),
-    "device": ("engine.device",),
+    "device config": ("engine.device.config",),
+    "native": ("engine.device.native",),
+    "sampling": ("engine.device.sampling",),
+    "kernels": ("engine.device.kernels",),
+    "attention": ("engine.device.attention",),
+    "layers": ("engine.device.layers",),
+    "quantization": ("engine.device.quantization",),
+    "models": ("engine.device.models",),
+    "loader": ("engine.device.loader",),
+    "runner": ("engine.device.runner", "engine.device"),
     "executor": ("engine.loop.executor",),
     "loop": ("engine.loop",),
     "api": ("api",),
     "serving": ("server", "serving"),
     "clients": ("bench", "remote"),
     "tui": ("tui",),
-    "commands": ("__init__", "__main__", "commands", "engine.__init__", "llm"),
+    "offline": ("llm",),
+    "commands": ("__init__", "__main__", "commands", "engine.__init__"),
 }
+DEVICE = {room for room, (first, *_) in ROOMS.items() if first.startswith("engine.device.")}
 
 GROUND = {"vocabulary", "system"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -48,24 +60,39 @@ MAY_IMPORT: dict[str, set[str]] = {
     "files": {"vocabulary"},
     "grammar": GROUND,
     "schedule": {"vocabulary", "grammar"},
-    "text": {*GROUND, "files", "grammar", "schedule"},
-    "device": {"vocabulary", "files"},
-    "executor": {"vocabulary", "device"},
+    "text": {*GROUND, "files", "grammar"},
+    "device config": {"vocabulary"},
+    "native": set(),
+    "sampling": {"vocabulary"},
+    "kernels": {"vocabulary", "sampling"},
+    "attention": {"vocabulary", "native", "kernels"},
+    "layers": {"device config", "native", "kernels"},
+    "quantization": {"vocabulary", "files", "native", "layers"},
+    "models": {"vocabulary", "device config", "kernels", "attention", "layers"},
+    "loader": {
+        *("vocabulary", "files", "device config", "attention"),
+        *("layers", "quantization", "models"),
+    },
+    "runner": {"vocabulary", *DEVICE - {"runner"}},
+    "executor": {*GROUND, "loader", "runner"},
     "loop": {*GROUND, "files", "grammar", "schedule", "text", "executor"},
     "api": {"vocabulary"},
     "serving": {*GROUND, "api"},
     "clients": {*GROUND, "api"},
     "tui": {*GROUND, "api"},
+    "offline": {*GROUND, "files", "text", "loop"},
     "commands": set(ROOMS),
 }
 """The rooms that a room may import. There is no cycle: each is below the rooms that import it."""
 
 HOMES: dict[str, set[str]] = {
-    "torch": {"device", "executor"},
-    "triton": {"device"},
-    "llvmlite": {"device"},
-    "safetensors": {"device"},
-    "transformers": {"text", "device"},
+    "torch": {*DEVICE - {"device config"}, "executor"},
+    "triton": {"kernels"},
+    "llvmlite": {"native"},
+    "safetensors": {"loader"},
+    "transformers": {"text", "models", "loader"},
+    "flashinfer": {"attention"},
+    "flash_attn": {"attention"},
     "tokenizers": {"text"},
     "starlette": {"serving"},
     "uvicorn": {"serving"},
@@ -82,7 +109,9 @@ WITHOUT_NUMPY = ("errors", "config", "system")
 LAZY: dict[str, set[str]] = {
     "files": {"huggingface_hub", "httpx"},
     "text": {"transformers"},
-    "device": {"transformers", "flashinfer", "flash_attn"},
+    "models": {"transformers"},
+    "loader": {"transformers"},
+    "attention": {"flashinfer", "flash_attn"},
     "executor": {"torch"},
 }
 """Libraries that only a function may import, so that a start does not load them before use."""
@@ -278,12 +307,12 @@ def test_no_folder_is_too_full() -> None:
         (
             "engine/schedule/x.py",
             "from termgen.engine.device.runner import model_runner",
-            "not see device",
+            "not see runner",
         ),
         (
             "engine/schedule/x.py",
             "from termgen.engine.device import runner",
-            "may not see device",
+            "may not see runner",
         ),
         (
             "engine/device/runner/x.py",
@@ -291,10 +320,13 @@ def test_no_folder_is_too_full() -> None:
             "may not see schedule",
         ),
         (
-            "engine/device/y.py",
+            "engine/device/models/y.py",
             "import termgen.engine.schedule.x",
             "may not see schedule",
         ),
+        ("engine/device/kernels/x.py", "import termgen.engine.device.layers.y", "not see layers"),
+        ("engine/device/config/x.py", "import torch", "never in device config"),
+        ("engine/device/layers/x.py", "import triton", "never in layers"),
         ("vocabulary/request.py", "from termgen.system.x import X", "may not see system"),
         ("engine/loop/executor.py", "import torch", "only inside a function"),
         ("engine/text/tokenizer.py", "import transformers", "only inside a function"),
@@ -303,7 +335,7 @@ def test_no_folder_is_too_full() -> None:
         ("tui/app.py", "from termgen.server import run_server", "may not see serving"),
         ("server.py", "from termgen.engine.loop.engine import AsyncEngine", "may not see loop"),
         ("bench/x.py", "from termgen import LLM", "may not see commands"),
-        ("bench/x.py", "import importlib\nimportlib.import_module('termgen.llm')", "see commands"),
+        ("bench/x.py", "import importlib\nimportlib.import_module('termgen.llm')", "see offline"),
         ("commands/cli.py", "import textual", "never in commands"),
         ("config.py", "import numpy as np", "never in vocabulary"),
         ("novelty.py", "", "novelty has no place"),
@@ -311,7 +343,7 @@ def test_no_folder_is_too_full() -> None:
             "engine/schedule/x.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
             "    from termgen.engine.device.runner.x import Y",
-            "may not see device",
+            "may not see runner",
         ),
     ],
 )
@@ -336,8 +368,8 @@ def test_a_planted_breach_is_found(tmp_path: Path, file: str, source: str, words
 def test_allowed_imports_pass(tmp_path: Path) -> None:
     package = tmp_path / "termgen"
     sources = {
-        "engine/loop/executor.py": "def f():\n    import torch\n    import termgen.engine.device.x",
-        "engine/device/x.py": "import torch\nfrom termgen.vocabulary.step import StepPlan",
+        "engine/loop/executor.py": "def f():\n    import torch, termgen.engine.device.runner.x",
+        "engine/device/runner/x.py": "import torch\nfrom termgen.vocabulary.step import StepPlan",
         "engine/text/tokenizer.py": "import tokenizers\ndef f():\n    import transformers",
         "tui/app.py": "import textual\nfrom termgen.client import EngineClient",
         "commands/cli.py": "def f():\n    from termgen.tui.app import TermgenApp",
@@ -346,6 +378,19 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
         (package / file).parent.mkdir(parents=True, exist_ok=True)
         (package / file).write_text(source)
     assert find_breaches(package) == []
+
+
+def test_the_house_has_few_floors() -> None:
+    """Rooms on the longest way down, the device half counted as one."""
+    house: dict[str, set[str]] = {}
+    for room, below in (MAY_IMPORT | {"commands": set(ROOMS) - {"commands"}}).items():
+        name = "device" if room in DEVICE else room
+        names = {"device" if other in DEVICE else other for other in below}
+        house.setdefault(name, set()).update(names - {name})
+    floors: dict[str, int] = {}
+    for name in TopologicalSorter(house).static_order():
+        floors[name] = 1 + max((floors[other] for other in house[name]), default=0)
+    assert max(floors.values()) <= MOST_FLOORS, floors
 
 
 def modules_of(*rooms: str) -> list[str]:

@@ -26,9 +26,9 @@ from termgen.commands.bench_run import (
     tell_sweep,
 )
 from termgen.commands.exit_codes import OK, REGRESSION
-from termgen.commands.progress import is_dumb
 from termgen.commands.settings import SettingLayers
 from termgen.config import UIConfig
+from termgen.library.progress import is_dumb
 
 
 def run_serve(args: argparse.Namespace, layers: SettingLayers) -> int:

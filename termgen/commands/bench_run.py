@@ -25,10 +25,10 @@ from termgen.bench import html_report, report, serve_report, sweep
 from termgen.bench.options import ServeOptions, SweepOptions, check_seed
 from termgen.bench.serve import ServeBench, ServeRun, document, file_name
 from termgen.bench.server_api import ServerApi
-from termgen.commands.progress import TerminalProgress
 from termgen.commands.settings import SettingLayers, flag_of
 from termgen.config import EngineConfig
 from termgen.errors import ConfigError, EngineError
+from termgen.library.progress import TerminalProgress
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 FOR_ANY_SERVER = ("model", "seed")
@@ -60,10 +60,10 @@ def find_subject(args: argparse.Namespace, layers: SettingLayers, options: Serve
                     param=f.name,
                 )
         return Subject(options.url, (), layers.given("model"), config.seed)
-    from termgen.commands.launch import find_model
+    from termgen.library.catalog import ensure_model
 
-    with TerminalProgress() as progress:
-        find_model(config, progress)  # report a bad model here rather than in the server's log
+    with TerminalProgress() as progress:  # report a bad model here, not in the server's log
+        ensure_model(config.model, progress)
     return Subject(None, tuple(engine_flags(args)), None, config.seed)
 
 

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from termgen.commands.launch import EngineHolder, find_model, run_app
-from termgen.commands.progress import TerminalProgress
+from termgen.commands.launch import EngineHolder, run_app
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import DownloadError, EngineError, ModelError, ModelNotFoundError, TermgenError
 from termgen.library import catalog
 from termgen.library.local_models import find_others, size_of
+from termgen.library.progress import TerminalProgress
 from termgen.tui.models import ModelChoice, Report, Switch
 
 STOP_WAIT_S = 0.5
@@ -43,7 +43,7 @@ def run_chat(
     TermgenApp.check_settings(ui)
     chats, resume = chats_to_begin_with(ui.chat_db, session, given)
     with TerminalProgress() as progress:
-        find_model(config, progress)
+        catalog.ensure_model(config.model, progress)
     holder = EngineHolder(config)
     return run_app(
         holder.start,

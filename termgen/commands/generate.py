@@ -333,11 +333,11 @@ def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -
                 raise ConfigError(f"{flag} needs --json: plain text has no place for them")
     if args.url is not None:
         return asyncio.run(_run_remote(args, asked, layers))
-    from termgen.commands.launch import find_model
-    from termgen.commands.progress import TerminalProgress
+    from termgen.library.catalog import ensure_model
+    from termgen.library.progress import TerminalProgress
 
     with TerminalProgress() as progress:
-        find_model(config, progress)
+        ensure_model(config.model, progress)
         from termgen.engine.loop.engine import SyncEngine  # imports torch: over a second
 
         # a script's log should report fetching weights, but not loading them
@@ -356,8 +356,8 @@ def run(args: argparse.Namespace, layers: SettingLayers, config: EngineConfig) -
 
 async def _run_remote(args: argparse.Namespace, asked: Input, layers: SettingLayers) -> int:
     """Run the command with a remote server."""
-    from termgen.commands.progress import TerminalProgress
     from termgen.commands.remote_command import RemoteHolder, read_target
+    from termgen.library.progress import TerminalProgress
 
     own = ("model", "seed")
     target = read_target(args.url, args.api_key, layers, wait_s=args.wait, own=own)

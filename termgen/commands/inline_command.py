@@ -74,14 +74,15 @@ Stop = Callable[[], Coroutine[Any, Any, None]]
 
 def own_engine(config: EngineConfig, *, plain: bool = False) -> tuple[Start, Stop]:
     """(start, stop) functions of a local engine, with progress on standard error."""
-    from termgen.commands.launch import EngineHolder, find_model
-    from termgen.commands.progress import TerminalProgress
+    from termgen.commands.launch import EngineHolder
+    from termgen.library.catalog import ensure_model
+    from termgen.library.progress import TerminalProgress
 
     holder = EngineHolder(config)
 
     async def start() -> EngineClient:
         with TerminalProgress(plain=plain) as progress:
-            find_model(config, progress)
+            ensure_model(config.model, progress)
             # a script's log should report fetching weights, but not loading them
             return await holder.start(progress if sys.stderr.isatty() else _say_nothing)
 
@@ -90,8 +91,8 @@ def own_engine(config: EngineConfig, *, plain: bool = False) -> tuple[Start, Sto
 
 def server_elsewhere(target: RemoteTarget, *, plain: bool = False) -> tuple[Start, Stop]:
     """(start, stop) functions of a remote server."""
-    from termgen.commands.progress import TerminalProgress
     from termgen.commands.remote_command import RemoteHolder
+    from termgen.library.progress import TerminalProgress
 
     holder = RemoteHolder(target)
 
@@ -122,7 +123,7 @@ def _run(
     start: Start,
     stop: Stop,
 ) -> int:
-    from termgen.commands.progress import is_dumb
+    from termgen.library.progress import is_dumb
     from termgen.tui.paint.inline import writer_for
 
     async def whole() -> int:

@@ -19,7 +19,7 @@ from termgen.config import EngineConfig, ServerConfig, UIConfig
 
 if TYPE_CHECKING:
     from termgen.client import EngineClient
-    from termgen.commands.progress import TerminalProgress
+    from termgen.library.progress import TerminalProgress
     from termgen.server import Server
     from termgen.tui.chat.saved.chat_store import ChatStore, Resume
     from termgen.tui.models import ModelShelf
@@ -30,21 +30,6 @@ StopEngine = Callable[[], Coroutine[Any, Any, None]]
 
 QUIT_DRAIN_S = 3.0
 """Drain timeout when the dashboard is quit: its screen is frozen for so long."""
-
-
-def find_model(config: EngineConfig, on_progress: Progress | None = None) -> None:
-    """Make sure the model is on this machine. Raises `ModelError`.
-
-    Only the default model, which is small, is fetched without asking. For others the error says how
-    to fetch them.
-    """
-    from termgen.library import catalog
-
-    catalog.resolve_model(
-        config.model,
-        on_progress=on_progress,
-        allow_download=config.model in (None, catalog.DEFAULT_MODEL),
-    )
 
 
 class EngineHolder:
@@ -94,8 +79,10 @@ def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -
         from termgen.tui.app import TermgenApp
 
         TermgenApp.check_settings(ui)
+    from termgen.library.catalog import ensure_model
+
     with _progress() as progress:
-        find_model(config, progress)
+        ensure_model(config.model, progress)
     holder = EngineHolder(config, prewarm=True)
     from termgen.server import Server, run_server
 
@@ -181,7 +168,7 @@ def run_app(
 
 
 def _progress() -> TerminalProgress:
-    from termgen.commands.progress import TerminalProgress
+    from termgen.library.progress import TerminalProgress
 
     return TerminalProgress()
 
@@ -196,12 +183,13 @@ def run_bench(name: str, options: Any, config: EngineConfig) -> int:
 async def _bench(name: str, options: Any, config: EngineConfig) -> int:
     from termgen.bench import report
     from termgen.bench.offline import run_latency, run_throughput
+    from termgen.library.catalog import ensure_model
     from termgen.vocabulary.startup_phases import describe_startup
 
     holder = EngineHolder(config)
     try:
         with _progress() as progress:
-            find_model(config, progress)
+            ensure_model(config.model, progress)
             client = await holder.start(progress)
         if client.model.memory is not None:
             print(f"termgen: {client.model.memory}", file=sys.stderr)

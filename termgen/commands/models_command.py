@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from termgen.commands.progress import TerminalProgress
 from termgen.errors import ModelNotFoundError
 from termgen.library import catalog
+from termgen.library.progress import TerminalProgress
 
 
 def list_models(*, as_json: bool, words: str | None = None) -> int:

@@ -206,6 +206,15 @@ CATALOG: dict[str, CatalogModel] = {
 }
 
 
+def ensure_model(name: str | None, on_progress: Progress | None = None) -> None:
+    """Make sure a model is on this machine. Raises `ModelError`.
+
+    Only the default model, which is small, is fetched without asking. For others the error says how
+    to fetch them.
+    """
+    resolve_model(name, on_progress=on_progress, allow_download=name in (None, DEFAULT_MODEL))
+
+
 def resolve_model(
     name: str | None,
     *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import re
 from dataclasses import dataclass, field
 
@@ -123,3 +124,16 @@ class Request:
         """
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.token_ids) == self.num_prompt_tokens
+
+
+def hash_blocks(token_ids: IntArray, block_size: int, chain: list[bytes], salt: str | None) -> None:
+    """Extend `chain` with the hashes of every full block of `token_ids` that it lacks.
+
+    hash(block) = SHA-256(hash(previous block) + int32 token bytes); the chain starts from the
+    salt, so requests with different salts never share a block.
+    """
+    tokens = np.ascontiguousarray(token_ids, dtype="<i4")
+    for i in range(len(chain), len(tokens) // block_size):
+        parent = chain[i - 1] if i else hashlib.sha256(f"termgen:{salt or ''}".encode()).digest()
+        block = tokens[i * block_size : (i + 1) * block_size].tobytes()
+        chain.append(hashlib.sha256(parent + block).digest())

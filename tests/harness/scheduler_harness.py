@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from scripted_device import VOCAB, DeviceFailure, ScriptedDevice, is_stop, next_token
 
-from termgen.engine.schedule.kv_cache import BlockPool, KVCacheManager, hash_blocks
+from termgen.engine.schedule.kv_cache import BlockPool, KVCacheManager
 from termgen.engine.schedule.scheduler import AppliedStep, Scheduler, SchedulerConfig
 from termgen.errors import StepError
-from termgen.vocabulary.request import FinishReason, Request
+from termgen.vocabulary.request import FinishReason, Request, hash_blocks
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import StepPlan, StepResult
 

@@ -8,7 +8,6 @@ eviction order, chained block hashes, tail-first freeing) follows vLLM's V1 KV c
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,25 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.vocabulary.events import BlockState
-from termgen.vocabulary.request import IntArray, Request
+from termgen.vocabulary.request import IntArray, Request, hash_blocks
 
 NULL_BLOCK = 0
 """Never allocated; padded rows and released rows write here."""
 EVICTED_KEPT = 1024
 """Latest evictions whose blocks are recorded for screens."""
-
-
-def hash_blocks(token_ids: IntArray, block_size: int, chain: list[bytes], salt: str | None) -> None:
-    """Extend `chain` with the hashes of every full block of `token_ids` that it lacks.
-
-    hash(block) = SHA-256(hash(previous block) + int32 token bytes); the chain starts from the
-    salt, so requests with different salts never share a block.
-    """
-    tokens = np.ascontiguousarray(token_ids, dtype="<i4")
-    for i in range(len(chain), len(tokens) // block_size):
-        parent = chain[i - 1] if i else hashlib.sha256(f"termgen:{salt or ''}".encode()).digest()
-        block = tokens[i * block_size : (i + 1) * block_size].tobytes()
-        chain.append(hashlib.sha256(parent + block).digest())
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import numpy as np
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
 from termgen.engine.grammar.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named, too_busy
-from termgen.engine.schedule.kv_cache import hash_blocks
 from termgen.engine.text.text_process import TextProcess, is_long
 from termgen.engine.text.tokenizer import Tokenizer, check_encodable
 from termgen.errors import ContextLengthError, RequestError
@@ -26,6 +25,7 @@ from termgen.vocabulary.request import (
     MAX_PRIORITY,
     GenerationRequest,
     check_cache_salt,
+    hash_blocks,
 )
 from termgen.vocabulary.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams

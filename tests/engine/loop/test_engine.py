@@ -15,10 +15,9 @@ from termgen.client import ChatPrompt, TokenDelta
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine, SyncEngine
 from termgen.engine.loop.executor import LocalExecutor
-from termgen.engine.schedule.kv_cache import hash_blocks
 from termgen.errors import ConfigError, CorruptFileError, EngineDeadError, RequestError, StepError
 from termgen.vocabulary.events import StepRecord
-from termgen.vocabulary.request import FinishReason, GenerationRequest, IntArray
+from termgen.vocabulary.request import FinishReason, GenerationRequest, IntArray, hash_blocks
 from termgen.vocabulary.sampling_params import SamplingParams
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scheduler_harness import free_order, make_request
 
-from termgen.engine.schedule.kv_cache import EVICTED_KEPT, KVCacheManager, hash_blocks
+from termgen.engine.schedule.kv_cache import EVICTED_KEPT, KVCacheManager
 from termgen.vocabulary.events import BlockState
-from termgen.vocabulary.request import Request
+from termgen.vocabulary.request import Request, hash_blocks
 
 BLOCK_SIZE = 4
 

@@ -10,10 +10,10 @@ import pytest
 from chat_samples import CHATML, make_tokenizer
 
 from termgen.client import ChatPrompt
-from termgen.engine.schedule.kv_cache import hash_blocks
 from termgen.engine.text.input_processor import InputProcessor
 from termgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from termgen.errors import ContextLengthError, RequestError
+from termgen.vocabulary.request import hash_blocks
 from termgen.vocabulary.sampling_params import SamplingParams
 
 TOKENIZER = make_tokenizer(CHATML)

@@ -198,7 +198,7 @@ def test_with_an_engine_of_its_own(
             done.append("stopped")
 
     monkeypatch.setattr("termgen.commands.launch.EngineHolder", Holder)
-    monkeypatch.setattr("termgen.commands.launch.find_model", lambda *_: done.append("found"))
+    monkeypatch.setattr("termgen.library.catalog.ensure_model", lambda *_: done.append("found"))
     pipe_in(monkeypatch, b"")
     assert cli.main(["chat", "--inline", "why?", "--model", "m"]) == 0
     assert capsys.readouterr().out.startswith("Hello, world!")

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from termgen.engine.loop import executor
+from termgen.system import cpu_settings
 
 PROGRAM = """
-from termgen.engine.loop import executor
-executor.NUM_KERNELS = "4"
-executor.bound_kernel_caches()
+from termgen.system import cpu_settings
+cpu_settings.NUM_KERNELS = "4"
+cpu_settings.bound_kernel_caches()
 import torch
 torch.set_num_threads(1)
 
@@ -67,16 +67,16 @@ def test_what_the_user_set_stays() -> None:
 def test_an_engine_on_its_way_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "9")
-    executor.bound_kernel_caches()
-    assert os.environ["LRU_CACHE_CAPACITY"] == executor.NUM_KERNELS
+    cpu_settings.bound_kernel_caches()
+    assert os.environ["LRU_CACHE_CAPACITY"] == cpu_settings.NUM_KERNELS
     assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "9"
 
 
 HEAP_PROGRAM = """
 import sys
-from termgen.engine.loop import executor
+from termgen.system import cpu_settings
 if len(sys.argv) > 1:
-    executor.keep_heaps_compact()
+    cpu_settings.keep_heaps_compact()
 import torch
 
 def kib():
@@ -103,13 +103,13 @@ def test_large_tensors_leave_no_holes_in_a_heap() -> None:
 def test_limits_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda *given: calls.append(given))
-    monkeypatch.setattr(executor.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(executor.sys, "platform", "linux")
+    monkeypatch.setattr(cpu_settings.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(cpu_settings.sys, "platform", "linux")
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
-    executor.keep_heaps_compact()
+    cpu_settings.keep_heaps_compact()
     assert calls == []
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_")
-    executor.keep_heaps_compact()
-    assert dict(calls) == {-3: executor.MAPPED_BYTES, -1: executor.KEPT_BYTES}
+    cpu_settings.keep_heaps_compact()
+    assert dict(calls) == {-3: cpu_settings.MAPPED_BYTES, -1: cpu_settings.KEPT_BYTES}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from termgen.commands.progress import TerminalProgress
+from termgen.library.progress import TerminalProgress
 from termgen.vocabulary.startup_phases import READY
 
 
