@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args
 
@@ -433,34 +433,50 @@ def parts_of(value: Any, where: str, wanted: str) -> Iterator[tuple[str, dict[st
         yield at, part
 
 
-NOT_TEXT = frozenset(
-    {
-        *("image", "image_url", "input_image", "document", "file", "input_file"),
-        *("audio", "input_audio", "tool_reference"),
-    }
-)
-"""Types of parts that a tool may return, and that no model here can read."""
+IMAGES = frozenset({"image", "image_url", "input_image", "computer_screenshot"})
+
+NOT_TEXT: Mapping[str, str] = {
+    **dict.fromkeys(IMAGES, "image"),
+    **dict.fromkeys(("document", "file", "input_file"), "document"),
+    **dict.fromkeys(("audio", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+    "browser_state": "state of a browser",
+    "encrypted_content": "encrypted text",
+    "tool_reference": "reference to a tool",
+}
+"""Words for parts that no model here can read, by type."""
+
+DATA_FIELDS = {"image_url": False, "url": False, "data": True, "file_data": True}
+"""Fields with the bytes of a part -> may they be there without the head of a `data:` URL?"""
+
+MEGABYTE = 10**6
 
 INVALID_JSON = "INVALID_JSON"
 """Key for text that is not a JSON object; the name is that of Anthropic's documentation."""
 
 
-def result_text(value: Any, where: str, keys: Mapping[str, str] = TEXT_PARTS) -> str:
+def result_text(
+    value: Any,
+    where: str,
+    keys: Mapping[str, str] = TEXT_PARTS,
+    not_used: list[str] | None = None,
+) -> str:
     """The text of a tool's result. A line replaces a part that is not text: the tool has run
     already, and a refusal would end the agent's work."""
     if value is None:
         return ""
-    return "\n".join(texts_of(value, where, keys, replaced=NOT_TEXT))
+    return "\n".join(texts_of(value, where, keys, NOT_TEXT.keys(), not_used))
 
 
 def texts_of(
     value: Any,
     where: str,
     keys: Mapping[str, str] = TEXT_PARTS,
-    replaced: frozenset[str] = frozenset(),
+    replaced: Set[str] = frozenset(),
+    not_used: list[str] | None = None,
 ) -> list[str]:
     """The texts of a string or a list of parts. keys: the field with the text, by type of part.
-    replaced: types of parts that a line replaces."""
+    replaced: types of parts that a line replaces, whose names are added to not_used."""
     if isinstance(value, str):
         return [value]
     texts = []
@@ -468,7 +484,9 @@ def texts_of(
         kind = part.get("type")
         key = keys.get(kind) if isinstance(kind, str) else None
         if key is None and isinstance(kind, str) and kind in replaced:
-            texts.append(f"[{kind} left out: this model reads text only]")
+            texts.append(_line_for(part, kind))
+            if not_used is not None:
+                not_used.append(f"{where.partition('[')[0]}.{kind}")
             continue
         if key is None:
             raise unsupported_part(kind, at)
@@ -476,6 +494,31 @@ def texts_of(
             raise wrong_type(f"{at}.{key}", "a string", part.get(key))
         texts.append(part[key])
     return texts
+
+
+def _line_for(part: Mapping[str, Any], kind: str) -> str:
+    facts = [NOT_TEXT[kind], _data_size(part), "not read by this model"]
+    return f"[{', '.join(filter(None, facts))}]"
+
+
+def _data_size(part: Mapping[str, Any]) -> str | None:
+    """The size of the bytes in a part, which come as base64; None for an address or an id."""
+    for holder in (part, *part.values()):
+        for name, is_plain in DATA_FIELDS.items() if isinstance(holder, dict) else ():
+            data = holder.get(name)
+            if not isinstance(data, str):
+                continue
+            is_url = data.startswith("data:")
+            if is_url or is_plain:
+                num_bytes = len(data.partition(",")[2] if is_url else data) * 3 // 4
+                return _in_words(num_bytes) if num_bytes else None
+    return None
+
+
+def _in_words(num_bytes: int) -> str:
+    if num_bytes < MEGABYTE:
+        return f"{max(1, round(num_bytes / 1e3))} KB"
+    return f"{num_bytes / MEGABYTE:.1f} MB"
 
 
 def unsupported_part(kind: Any, at: str) -> RequestError:

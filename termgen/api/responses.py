@@ -22,7 +22,8 @@ from termgen.api.chat_bridge import (
     whole_answer,
 )
 from termgen.api.errors import reply_for
-from termgen.api.responses_input import ResponsesRequest, ToolName, custom_input
+from termgen.api.responses_input import ResponsesRequest
+from termgen.api.responses_items import ToolName, custom_input
 from termgen.client import TokenDelta
 
 Piece = ThoughtNews | TextNews | CallNews

@@ -31,8 +31,8 @@ _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012
 HOSTED = re.compile(
     r"(web_search|web_fetch|file_search|code_interpreter|code_execution|computer|computer_use"
     r"|image_generation|local_shell|shell|bash|apply_patch|text_editor|memory|mcp|mcp_toolset"
-    r"|custom|tool_search|tool_search_tool(_regex|_bm25)?|advisor)(_preview)?"
-    r"(_\d{4}_?\d{2}_?\d{2})?"
+    r"|custom|tool_search|tool_search_tool(_regex|_bm25)?|advisor|programmatic_tool_calling)"
+    r"(_preview)?(_\d{4}_?\d{2}_?\d{2})?"
 )
 """Types of tools that OpenAI or Anthropic run, or describe without a schema."""
 

@@ -299,7 +299,7 @@ def test_pictures_that_tools_give_back_are_replaced_by_words() -> None:
         prompt_of(ask(input=[*HI, output]).chat),
     ]
     for prompt in told:
-        assert "left out: this model reads text only" in prompt.messages[-1]["content"]
+        assert "[image, not read by this model]" in prompt.messages[-1]["content"]
     assert told[0].messages[-1]["content"].startswith("seen\n")
     for field in ("user", "assistant"):
         with pytest.raises(RequestError):

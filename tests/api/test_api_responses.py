@@ -89,9 +89,9 @@ def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
         ({"input": []}, "input"),
         ({"input": [{"type": "reasoning"}]}, "input"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input[0].content[0].type",
         ),
         (
