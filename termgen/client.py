@@ -35,8 +35,6 @@ class ChatPrompt:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     """Replaces the model's template."""
-    cuts_max_tokens: bool = False
-    """Cut a `max_tokens` beyond the context instead of refusing it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,10 +170,10 @@ class EngineConfig:
         minimum=2,
         maximum=MAX_INT,
     )
-    clamp_max_tokens: bool = setting(
-        False,
+    clamp_max_tokens: bool | None = setting(
+        None,
         "cut max_tokens to what the context leaves instead of refusing a request that asks for "
-        "more",
+        "more (default: in a server and a chat)",
     )
     max_num_seqs: int | None = setting(
         None,

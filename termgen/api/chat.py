@@ -98,12 +98,11 @@ def parse_chat(
     tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
     strict_tools: bool = False,
     trusts_template: bool = False,
-    cuts_max_tokens: bool = False,
 ) -> ChatRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling.
 
     strict_tools: functions that do not say are strict. trusts_template: the body may bring a chat
-    template. cuts_max_tokens: too many are cut to what the context leaves, instead of an error.
+    template.
     """
     body, conversation = read(ChatFields, data), read(Conversation, data)
     options = parse_options(
@@ -121,7 +120,6 @@ def parse_chat(
     prompt, tools, not_used = parse_prompt(
         conversation, tool_format, strict_tools=strict_tools, trusts_template=trusts_template
     )
-    prompt = replace(prompt, cuts_max_tokens=cuts_max_tokens)
     wanted = constrain(tools, params.structured_outputs)
     tools = replace(tools, is_formed=tools.may_call and wanted is not None)
     if not tools.may_call and (wanted is not None or prompt.continue_final_message):

@@ -114,7 +114,7 @@ def parse_as_chat(
 ) -> ChatRequest:
     """The chat request for a translated body. names: the client's names of its fields."""
     try:
-        chat = parse_chat(body, cuts_max_tokens=True, **context)
+        chat = parse_chat(body, **context)
     except RequestError as error:
         raise renamed(error, names) from None
     answer_id = id_prefix + chat.options.id.partition("-")[2]

@@ -228,8 +228,8 @@ class GenerationFields(SharedFields, frozen=True):
     max_tokens: Annotated[
         PositiveInt | None,
         LENGTH(
-            "longest answer, in tokens. More is an error, or is cut to that with the server's "
-            "`--clamp-max-tokens`, which the response header `x-termgen-max-tokens` reports",
+            "longest answer, in tokens. More is cut to that, which the response header "
+            "`x-termgen-max-tokens` reports; an error with the server's `--no-clamp-max-tokens`",
             "1 to what the context leaves; on completions 0 too, with `echo`",
             "what the context leaves; on completions 16",
         ),

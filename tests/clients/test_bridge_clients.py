@@ -326,6 +326,7 @@ async def test_what_has_no_effect_is_named_and_too_long_an_answer_is_cut() -> No
     count = {key: value for key, value in message.items() if key != "max_tokens"}
     response = {"input": "hi", "max_output_tokens": 32000, "tools": [{"type": "web_search"}]}
     chat = {"messages": USER, "reasoning_effort": "low", "enable_thinking": True}
+    long_chat = {**chat, "max_tokens": 32000}
     names = "thinking, thinking.budget_tokens, tools.web_search_20250305"
     async with serving(engine) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
@@ -335,7 +336,7 @@ async def test_what_has_no_effect_is_named_and_too_long_an_answer_is_cut() -> No
                 ("/v1/messages/count_tokens?beta=true", count, names),
                 ("/v1/responses", response, "tools.web_search"),
                 ("/v1/responses", {**response, "stream": True}, "tools.web_search"),
-                ("/v1/chat/completions", chat, "reasoning_effort, enable_thinking"),
+                ("/v1/chat/completions", long_chat, "reasoning_effort, enable_thinking"),
                 ("/tokenize", chat, "reasoning_effort, enable_thinking"),
             ):
                 answer = await client.post(path, json=body)
@@ -344,7 +345,3 @@ async def test_what_has_no_effect_is_named_and_too_long_an_answer_is_cut() -> No
                 assert "x-termgen-ignored" not in answer.headers, path
                 if "32000" in str(body):
                     assert 400 < int(answer.headers["x-termgen-max-tokens"]) < 500
-            refused = await client.post(
-                "/v1/chat/completions", json={"messages": USER, "max_tokens": 32000}
-            )
-            assert refused.json()["error"]["code"] == "context_length_exceeded"

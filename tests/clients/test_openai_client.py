@@ -134,7 +134,7 @@ async def test_leaving_a_stream_aborts_it() -> None:
 async def test_errors_have_their_classes(
     kwargs: dict[str, Any], error: type[openai.APIStatusError], code: str
 ) -> None:
-    engine = FakeEngine(model=make_model_info(max_model_len=100))
+    engine = FakeEngine(model=make_model_info(max_model_len=100), clamps_max_tokens=False)
     async with openai_client(engine) as client:
         arguments = {"model": "fake/model-1", "messages": USER, **kwargs}
         for stream in (False, True):

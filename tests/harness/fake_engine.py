@@ -166,7 +166,9 @@ class FakeEngine:
         *,
         script: Script | Callable[[GenerateCall], Script] | None = None,
         model: ModelInfo | None = None,
+        clamps_max_tokens: bool = True,
     ) -> None:
+        self._clamps_max_tokens = clamps_max_tokens
         self._script = script if script is not None else Script()
         self._model = model or make_model_info()
         self._ids = itertools.count()
@@ -310,8 +312,7 @@ class FakeEngine:
         if max(ids) >= self._model.vocab_size:
             raise RequestError(f"token id {max(ids)} is outside the vocabulary", param="prompt")
         limit = self._model.max_model_len
-        cuts = isinstance(prompt, ChatPrompt) and prompt.cuts_max_tokens
-        wanted = len(ids) + (1 if cuts else params.max_tokens or 1)
+        wanted = len(ids) + (1 if self._clamps_max_tokens else params.max_tokens or 1)
         if wanted > limit:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens. However, you requested "

@@ -180,7 +180,6 @@ async def test_faults_found_behind_the_server(tiny_llama_dir: Path) -> None:
     async with serving_tiny(tiny_llama_dir) as (client, engine):
         user = {"role": "user", "content": "x"}
         for path, body, code in (
-            ("completions", {"prompt": "x", "max_tokens": 300}, "context_length_exceeded"),
             ("completions", {"prompt": [5] * 300}, "context_length_exceeded"),
             ("completions", {"prompt": [5000]}, "invalid_value"),
             ("completions", {"prompt": "x", "stop_token_ids": [5000]}, "invalid_value"),
@@ -218,7 +217,7 @@ async def test_health_and_models_of_a_real_engine(tiny_llama_dir: Path) -> None:
 
 async def test_max_tokens_is_clamped_and_the_answer_says_so(tiny_llama_dir: Path) -> None:
     ask = {"prompt": [5] * 250, "max_tokens": 300, "ignore_eos": True}
-    async with serving_tiny(tiny_llama_dir, clamp_max_tokens=True) as (client, _):
+    async with serving_tiny(tiny_llama_dir) as (client, _):
         for body in (ask, {**ask, "stream": True}, {**ask, "prompt": [[5] * 250, [5] * 9]}):
             answer = await client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
@@ -243,7 +242,26 @@ async def test_a_model_that_fills_no_gaps_says_so(tiny_llama_dir: Path) -> None:
             assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
 
 
-async def test_endpoints_of_agents_cut_max_tokens_to_the_context(tiny_llama_dir: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_may_refuse_what_the_context_does_not_hold(
+    tiny_llama_dir: Path, stream: bool
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 300}
+    async with serving_tiny(tiny_llama_dir, clamp_max_tokens=False) as (client, engine):
+        for path, body in (
+            ("chat/completions", chat),
+            ("messages", chat),
+            ("responses", {"input": "x", "max_output_tokens": 300}),
+            ("completions", {"prompt": "x", "max_tokens": 300}),
+        ):
+            answer = await client.post(f"/v1/{path}", json={**body, "stream": stream})
+            assert answer.status_code == 400, answer.text
+            assert "context_length_exceeded" in answer.text
+            assert "x-termgen-max-tokens" not in answer.headers
+        assert (await engine.snapshot()).num_used_blocks == 0
+
+
+async def test_chats_cut_max_tokens_to_the_context(tiny_llama_dir: Path) -> None:
     body = {"max_tokens": 32000, "messages": [{"role": "user", "content": "x"}]}
     async with serving_tiny(tiny_llama_dir) as (client, _):
         hints = {"thinking": {"type": "enabled", "budget_tokens": 9}}
@@ -256,8 +274,11 @@ async def test_endpoints_of_agents_cut_max_tokens_to_the_context(tiny_llama_dir:
         answer = await client.post("/v1/responses", json=response)
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-termgen-not-used"] == "reasoning.effort"
-        answer = await client.post("/v1/chat/completions", json=body)
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        for more in ({}, {"stream": True}, {"max_completion_tokens": 31000}):
+            answer = await client.post("/v1/chat/completions", json={**body, **more})
+            assert answer.status_code == 200, answer.text
+            room = 256 - usage["input_tokens"] - usage["cache_read_input_tokens"]
+            assert answer.headers["x-termgen-max-tokens"] == str(room)
 
 
 async def test_logits_that_are_no_numbers_end_one_request_with_an_error(

@@ -15,7 +15,7 @@ from termgen.errors import EngineDeadError, StepError
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_faults_found_by_the_engine_are_proper_4xx(stream: bool) -> None:
-    engine = FakeEngine(model=make_model_info(max_model_len=30))
+    engine = FakeEngine(model=make_model_info(max_model_len=30), clamps_max_tokens=False)
     async with app_client(engine) as client:
         response = await client.post(
             "/v1/chat/completions", json=chat_body(max_tokens=100, stream=stream)

@@ -28,7 +28,8 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 async def test_one_line_per_request_without_text(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "termgen")
-    engine = FakeEngine(script=Script(pieces=("se", "cret"), num_cached_tokens=2))
+    script = Script(pieces=("se", "cret"), num_cached_tokens=2)
+    engine = FakeEngine(script=script, clamps_max_tokens=False)
     async with app_client(engine, log_requests=True) as client:
         body = {"messages": [{"role": "user", "content": SECRET}], "user": SECRET}
         headers = {"x-request-id": "r1"}

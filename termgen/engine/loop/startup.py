@@ -108,7 +108,7 @@ def build_engine(
             info.vocab_size,
             eos_token_ids=eos,
             has_priorities=config.scheduling_policy == "priority",
-            clamps_max_tokens=config.clamp_max_tokens,
+            clamps_max_tokens=_for_live(config.clamp_max_tokens, is_live),
             grammars=grammars,
             hash_block_size=scheduler.kv.hash_block_size,
         )
@@ -143,8 +143,12 @@ def _check_vocabulary(tokenizer: Tokenizer, info: DeviceInfo) -> None:
         )
 
 
+def _for_live(setting: bool | None, is_live: bool) -> bool:
+    """The value of a setting that is on by default where requests arrive while others generate."""
+    return is_live if setting is None else setting
+
+
 def _make_scheduler(config: EngineConfig, info: DeviceInfo, is_live: bool) -> Scheduler:
-    adaptive = config.adaptive_prefill
     kv = KVCacheManager(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -157,7 +161,7 @@ def _make_scheduler(config: EngineConfig, info: DeviceInfo, is_live: bool) -> Sc
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
-        adaptive_prefill=is_live if adaptive is None else adaptive,
+        adaptive_prefill=_for_live(config.adaptive_prefill, is_live),
         policy=config.scheduling_policy,
     )
     return Scheduler(limits, kv)

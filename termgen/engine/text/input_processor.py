@@ -132,10 +132,7 @@ class InputProcessor:
         bad_token_ids = self._bad_token_ids(params)
         self._check_allowed(params, bad_token_ids)
         ids = self.tokenize(prompt, has_to_fit=True)
-        cuts = self._clamps_max_tokens or (
-            isinstance(prompt, ChatPrompt) and prompt.cuts_max_tokens
-        )
-        params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt), cuts=cuts)
+        params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt))
         return GenerationRequest(
             request_id=request_id or f"req-{uuid.uuid4().hex}",
             prompt_token_ids=tuple(ids),
@@ -334,15 +331,12 @@ class InputProcessor:
         if least >= self._max_model_len:
             raise self._too_long(f"at least {least} tokens", _param_of(prompt))
 
-    def _complete(
-        self, params: SamplingParams, *, num_prompt: int, param: str, cuts: bool
-    ) -> SamplingParams:
-        """Fill in max_tokens and run the checks that depend on it. cuts: reduce max_tokens to what
-        the context leaves."""
+    def _complete(self, params: SamplingParams, *, num_prompt: int, param: str) -> SamplingParams:
+        """Fill in max_tokens and run the checks that depend on it."""
         room = self._max_model_len - num_prompt
         assert room >= 1, "`tokenize` has checked that it fits"
         max_tokens = room if params.max_tokens is None else params.max_tokens
-        if max_tokens > room and cuts:
+        if max_tokens > room and self._clamps_max_tokens:
             max_tokens = room
         if max_tokens > room:
             where = "messages" if param == "messages" else "prompt"

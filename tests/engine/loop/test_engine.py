@@ -285,6 +285,24 @@ async def test_prompts_are_cut_by_time_where_requests_come_while_others_generate
         offline.shutdown()
 
 
+async def test_an_answer_that_does_not_fit_is_cut_where_requests_come_while_others_generate(
+    engine: AsyncEngine, tiny_llama_dir: Path
+) -> None:
+    room = 3
+    prompt = [5] * (engine.model.max_model_len - room)
+    wanted = SamplingParams(max_tokens=room + 1, ignore_eos=True)
+    assert (await collect(engine, prompt, wanted))[-1].num_output_tokens == room
+    for setting, refuses in ((None, True), (False, True), (True, False)):
+        offline = SyncEngine(config(tiny_llama_dir, clamp_max_tokens=setting))
+        prompt = [5] * (offline.model.max_model_len - room)
+        if refuses:
+            with pytest.raises(RequestError, match="context_length_exceeded"):
+                offline.input_processor.process(prompt, wanted)
+        else:
+            offline.input_processor.process(prompt, wanted)
+        offline.shutdown()
+
+
 def test_settings_that_cannot_be_met_name_themselves(tiny_llama_dir: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len"):
         SyncEngine(config(tiny_llama_dir, max_model_len=10**6))
