@@ -20,6 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("termgen", "transformers")
+IMAGE_MODES = ("note", "refuse")
 QUANTIZATIONS = ("auto", "none", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -401,6 +402,12 @@ class ServerConfig:
     )
     enable_tokenizer_info: bool = setting(
         False, "answer /tokenizer_info, which shows the chat template"
+    )
+    images: str = setting(
+        "note",
+        "pictures, documents and recordings in messages, which no model reads here. note: a line "
+        "of text takes their place; refuse: the request is an error",
+        choices=IMAGE_MODES,
     )
     trust_request_chat_template: bool = setting(
         False,

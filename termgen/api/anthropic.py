@@ -28,7 +28,9 @@ from termgen.api.chat_bridge import (
 from termgen.api.chat_prompt import (
     TemplateFields,
     arguments_of,
+    line_for,
     parts_of,
+    replaced_parts,
     result_text,
     texts_of,
     unsupported_part,
@@ -125,6 +127,19 @@ COUNT_TOKENS = replace(MESSAGES, structs=(CountFields, TemplateFields))
 MESSAGES_PATH = re.compile(r"/v1/messages(/.*)?", re.DOTALL)
 """Paths whose errors have Anthropic's shape."""
 
+CALLS = frozenset({"tool_use", "mcp_tool_use"})
+RESULTS = frozenset({"tool_result", "mcp_tool_result"})
+LEFT_OUT_BLOCKS = frozenset(
+    {
+        *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result"),
+        *("code_execution_tool_result", "bash_code_execution_tool_result"),
+        *("text_editor_code_execution_tool_result", "tool_search_tool_result"),
+        *("advisor_tool_result", "mcp_tool_listing", "container_upload", "fallback"),
+        *("compaction", "tool_addition", "tool_removal"),
+    }
+)
+"""Blocks that only Anthropic's server can read: of tools that it ran, for example."""
+
 _STAMP = re.compile(r"\bcch=[^;\s]*")
 
 
@@ -143,9 +158,11 @@ def parse_messages(
     RequestError."""
     body = read(CountFields if only_counts else MessagesFields, data)
     thinking = body.thinking
+    turns = _Turns(refuses_images=context.get("refuses_images", False))
+    messages = turns.messages_of(body.messages)
     chat: dict[str, Any] = {
         "max_tokens": body.max_tokens,
-        "messages": turns_of([*_system(body.system), *_messages(body.messages)]),
+        "messages": turns_of([*_system(body.system), *messages]),
         "thinking": thinking,
         "stop": body.stop_sequences,
         **shared_fields(data),
@@ -155,8 +172,10 @@ def parse_messages(
     if chat["messages"][-1]["role"] == "assistant":  # the answer is to go on from these words
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     ignored = unknown_fields(MESSAGES, data, NAMES)
+    request = _thoughtless(parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context), thinking)
+    not_used = dict.fromkeys((*request.not_used, *turns.not_used))
     return MessagesRequest(
-        chat=_thoughtless(parse_as_chat(chat, id_prefix="msg_", names=NAMES, **context), thinking),
+        chat=replace(request, not_used=tuple(not_used)),
         ignored=ignored,
         shows_thoughts=thinking is None or thinking["type"] != "disabled",
     )
@@ -183,33 +202,111 @@ def _system(given: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n".join(texts)}] if texts else []
 
 
-def _messages(value: list[Any]) -> list[dict[str, Any]]:
-    if not value:
-        raise RequestError("messages must not be empty", param="messages")
-    messages: list[dict[str, Any]] = []
-    for i, message in enumerate(value):
-        where = f"messages[{i}]"
-        if not isinstance(message, dict):
-            raise wrong_type(where, "an object", message)
-        role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant", "system"):
-            raise wrong_type(f"{where}.role", "user, assistant or system", role)
-        if role == "system":
-            text = "\n".join(texts_of(content, f"{where}.content"))
-            messages.append({"role": "system", "content": text})
-        elif role == "user":
-            messages += _user(content, f"{where}.content")
-        else:
-            messages.append(_assistant(content, f"{where}.content"))
-    return messages
+class _Turns:
+    """The messages of a conversation while its turns are read."""
+
+    def __init__(self, *, refuses_images: bool) -> None:
+        self._replaced = replaced_parts(refuses_images=refuses_images)
+        self.not_used: list[str] = []
+        """Names of parts that the model is not shown."""
+
+    def messages_of(self, value: list[Any]) -> list[dict[str, Any]]:
+        if not value:
+            raise RequestError("messages must not be empty", param="messages")
+        messages: list[dict[str, Any]] = []
+        for i, message in enumerate(value):
+            where = f"messages[{i}]"
+            if not isinstance(message, dict):
+                raise wrong_type(where, "an object", message)
+            role, content = message.get("role"), message.get("content")
+            if role not in ("user", "assistant", "system"):
+                raise wrong_type(f"{where}.role", "user, assistant or system", role)
+            if role == "system":
+                text = "\n".join(texts_of(content, f"{where}.content"))
+                messages.append({"role": "system", "content": text})
+            elif role == "user":
+                messages += self._user(content, f"{where}.content")
+            else:
+                messages += self._assistant(content, f"{where}.content")
+        return messages
+
+    def _user(self, content: Any, where: str) -> list[dict[str, Any]]:
+        """Messages of a user's turn: one for each result of a tool, and one for the text."""
+        messages: list[dict[str, Any]] = []
+        texts = []
+        for kind, block, at in _blocks(content, where):
+            if kind == "text":
+                texts.append({"type": "text", "text": block["text"]})
+            elif kind in RESULTS:
+                messages.append(self._result(block, at))
+            elif kind in self._replaced:
+                texts.append({"type": "text", "text": line_for(block, kind)})
+                self.not_used.append(f"messages.{kind}")
+            elif kind in LEFT_OUT_BLOCKS:
+                self.not_used.append(f"messages.{kind}")
+            else:
+                raise unsupported_part(kind, at)
+        if texts or not messages:
+            messages.append({"role": "user", "content": texts})
+        return messages
+
+    def _assistant(self, content: Any, where: str) -> list[dict[str, Any]]:
+        """Messages of an assistant's turn: one, unless a tool's result stands in its middle. Its
+        thoughts are for the template, if that shows them."""
+        messages: list[dict[str, Any]] = []
+        texts: list[dict[str, Any]] = []
+        calls: list[dict[str, Any]] = []
+        thoughts: list[str] = []
+
+        def end() -> None:
+            message: dict[str, Any] = {"role": "assistant", "content": None}
+            if texts or not calls:
+                message["content"] = list(texts)
+            if calls:
+                message["tool_calls"] = list(calls)
+            if thoughts:
+                message["reasoning_content"] = "\n".join(thoughts)
+            messages.append(message)
+            for pieces in (texts, calls, thoughts):
+                pieces.clear()
+
+        for kind, block, at in _blocks(content, where):
+            if kind == "text":
+                texts.append({"type": "text", "text": block["text"]})
+            elif kind in CALLS:
+                calls.append(_call(block, at))
+            elif kind == "thinking":
+                thoughts.append(str(block.get("thinking", "")))
+            elif kind == "mcp_tool_result":
+                end()
+                messages.append(self._result(block, at))
+            elif kind in LEFT_OUT_BLOCKS:
+                self.not_used.append(f"messages.{kind}")
+            elif kind != "redacted_thinking":
+                raise unsupported_part(kind, at)
+        if texts or calls or thoughts or not messages:
+            end()
+        return messages
+
+    def _result(self, block: Mapping[str, Any], at: str) -> dict[str, Any]:
+        call_id, content = block.get("tool_use_id"), block.get("content")
+        if not isinstance(call_id, str):
+            raise wrong_type(f"{at}.tool_use_id", "a string", call_id)
+        if isinstance(content, list):
+            content = [_as_text(part) for part in content]
+        text = result_text(content, f"{at}.content", not_used=self.not_used)
+        if block.get("is_error") is True:
+            text = f"Error: {text}"
+        return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def _blocks(value: Any, where: str) -> list[tuple[str, dict[str, Any], str]]:
+def _blocks(value: Any, where: str) -> list[tuple[str, Mapping[str, Any], str]]:
     """(type, block, path) of each content block; a string is a block of text."""
     if isinstance(value, str):
         return [("text", {"text": value}, where)]
     blocks = []
-    for at, block in parts_of(value, where, "a string or a list of blocks"):
+    for at, given in parts_of(value, where, "a string or a list of blocks"):
+        block = _as_text(given)
         kind = block.get("type")
         if kind == "text" and not isinstance(block.get("text"), str):
             raise wrong_type(f"{at}.text", "a string", block.get("text"))
@@ -217,56 +314,38 @@ def _blocks(value: Any, where: str) -> list[tuple[str, dict[str, Any], str]]:
     return blocks
 
 
-def _user(content: Any, where: str) -> list[dict[str, Any]]:
-    """Messages of a user's turn: one for each result of a tool, and one for the text."""
-    messages: list[dict[str, Any]] = []
-    texts = []
-    for kind, block, at in _blocks(content, where):
-        if kind == "text":
-            texts.append({"type": "text", "text": block["text"]})
-        elif kind == "tool_result":
-            call_id = block.get("tool_use_id")
-            if not isinstance(call_id, str):
-                raise wrong_type(f"{at}.tool_use_id", "a string", call_id)
-            text = result_text(block.get("content"), f"{at}.content")
-            if block.get("is_error") is True:
-                text = f"Error: {text}"
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-        else:
-            raise unsupported_part(kind, at)
-    if texts or not messages:
-        messages.append({"role": "user", "content": texts})
-    return messages
+def _as_text(block: Any) -> Any:
+    """The block as one of text, if text is all that it has."""
+    if not isinstance(block, dict):
+        return block
+    kind, source = block.get("type"), block.get("source")
+    if kind in ("compaction", "search_result"):
+        texts = block.get("content")
+    elif kind == "document" and isinstance(source, dict):
+        texts = source.get("data") if source.get("type") == "text" else source.get("content")
+    else:
+        return block
+    if isinstance(texts, list) and all(_is_text(part) for part in texts):
+        texts = "\n".join(part["text"] for part in texts)
+    if not isinstance(texts, str):
+        return block
+    head = [block[name] for name in ("title", "source") if isinstance(block.get(name), str)]
+    return {"type": "text", "text": "\n".join([*head, texts])}
 
 
-def _assistant(content: Any, where: str) -> dict[str, Any]:
-    """The message of an assistant's turn. Its thoughts are for the template, if that shows them."""
-    message: dict[str, Any] = {"role": "assistant", "content": None}
-    texts, calls, thoughts = [], [], []
-    for kind, block, at in _blocks(content, where):
-        if kind == "text":
-            texts.append({"type": "text", "text": block["text"]})
-        elif kind == "tool_use":
-            calls.append(_call(block, at))
-        elif kind == "thinking":
-            thoughts.append(str(block.get("thinking", "")))
-        elif kind != "redacted_thinking":
-            raise unsupported_part(kind, at)
-    if texts or not calls:
-        message["content"] = texts
-    if calls:
-        message["tool_calls"] = calls
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    return message
+def _is_text(part: Any) -> bool:
+    is_part = isinstance(part, dict) and part.get("type") == "text"
+    return is_part and isinstance(part.get("text"), str)
 
 
 def _call(block: Mapping[str, Any], at: str) -> dict[str, Any]:
     given = arguments_of(block.get("input"), f"{at}.input")
-    for name in ("id", "name"):
+    is_mcp = block.get("type") == "mcp_tool_use"
+    for name in ("id", "name", "server_name") if is_mcp else ("id", "name"):
         if not isinstance(block.get(name), str):
             raise wrong_type(f"{at}.{name}", "a string", block.get(name))
-    function = {"name": block["name"], "arguments": given}
+    called = f"{block['server_name']}__{block['name']}" if is_mcp else block["name"]
+    function = {"name": called, "arguments": given}
     return {"id": block["id"], "type": "function", "function": function}
 
 

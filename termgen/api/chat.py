@@ -98,11 +98,12 @@ def parse_chat(
     tool_format: ToolFormat = ToolFormat(knows_tools=True),  # noqa: B008 frozen
     strict_tools: bool = False,
     trusts_template: bool = False,
+    refuses_images: bool = False,
 ) -> ChatRequest:
     """Check a body. `model` is the resolved served name, `defaults` the model's own sampling.
 
     strict_tools: functions that do not say are strict. trusts_template: the body may bring a chat
-    template.
+    template. refuses_images: parts that are not text are errors, where a line could replace them.
     """
     body, conversation = read(ChatFields, data), read(Conversation, data)
     options = parse_options(
@@ -118,7 +119,11 @@ def parse_chat(
         defaults=defaults,
     )
     prompt, tools, not_used = parse_prompt(
-        conversation, tool_format, strict_tools=strict_tools, trusts_template=trusts_template
+        conversation,
+        tool_format,
+        strict_tools=strict_tools,
+        trusts_template=trusts_template,
+        refuses_images=refuses_images,
     )
     wanted = constrain(tools, params.structured_outputs)
     tools = replace(tools, is_formed=tools.may_call and wanted is not None)

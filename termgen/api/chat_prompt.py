@@ -200,9 +200,17 @@ class Conversation(TemplateFields, frozen=True, kw_only=True):
 
 
 def parse_prompt(
-    body: Conversation, tool_format: ToolFormat, *, strict_tools: bool, trusts_template: bool
+    body: Conversation,
+    tool_format: ToolFormat,
+    *,
+    strict_tools: bool,
+    trusts_template: bool,
+    refuses_images: bool,
 ) -> tuple[ChatPrompt, Tools, tuple[str, ...]]:
-    """The messages and how to render them, the tools, and the names of fields without effect."""
+    """The messages and how to render them, the tools, and the names of fields without effect.
+
+    refuses_images: a part of a user's message that the model cannot read is an error.
+    """
     chat_template = body.chat_template
     if chat_template is not None and not trusts_template:
         raise unsupported(
@@ -222,7 +230,12 @@ def parse_prompt(
         raise RequestError("messages must not be empty", param="messages")
     if len(body.messages) > MAX_MESSAGES:
         raise RequestError(f"at most {MAX_MESSAGES} messages are allowed", param="messages")
-    messages = tuple(_parse_message(m, f"messages[{i}]") for i, m in enumerate(body.messages))
+    replaced = replaced_parts(refuses_images=refuses_images)
+    unread: list[str] = []
+    messages = tuple(
+        _parse_message(message, f"messages[{i}]", replaced, unread)
+        for i, message in enumerate(body.messages)
+    )
     continues = body.continue_final_message
     generates = body.add_generation_prompt
     generates = not continues if generates is None else generates
@@ -246,7 +259,7 @@ def parse_prompt(
         template_kwargs={**kwargs, **variables},
         chat_template=chat_template,
     )
-    return prompt, tools, (*not_used, *tools.left_out)
+    return prompt, tools, (*not_used, *tools.left_out, *dict.fromkeys(unread))
 
 
 def _template_kwargs(value: dict[str, Any] | None) -> dict[str, Any]:
@@ -282,7 +295,10 @@ class _MessageFields(Struct, frozen=True):
     """The newer name of `reasoning_content`."""
 
 
-def _parse_message(value: Any, where: str) -> dict[str, Any]:
+def _parse_message(
+    value: Any, where: str, replaced: Set[str], not_used: list[str]
+) -> dict[str, Any]:
+    """replaced: types of parts of a user's message that a line replaces."""
     if not isinstance(value, dict):
         raise wrong_type(where, "an object", value)
     message = read(_MessageFields, value, where + ".")
@@ -292,9 +308,10 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     tool_calls = _parse_calls(message.tool_calls, where) if role == "assistant" else []
     given, content = message.content, None
     if role == "tool":
-        content = result_text(given, f"{where}.content")
+        content = result_text(given, f"{where}.content", not_used=not_used)
     elif given is not None or role != "assistant":
-        content = "\n".join(texts_of(given, f"{where}.content"))
+        lines = replaced if role == "user" else frozenset()
+        content = "\n".join(texts_of(given, f"{where}.content", replaced=lines, not_used=not_used))
     elif not tool_calls:  # an answer without a word, as it comes back
         content = ""
     parsed: dict[str, Any] = {"role": role, "content": content}
@@ -433,10 +450,8 @@ def parts_of(value: Any, where: str, wanted: str) -> Iterator[tuple[str, dict[st
         yield at, part
 
 
-IMAGES = frozenset({"image", "image_url", "input_image", "computer_screenshot"})
-
 NOT_TEXT: Mapping[str, str] = {
-    **dict.fromkeys(IMAGES, "image"),
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
     **dict.fromkeys(("document", "file", "input_file"), "document"),
     **dict.fromkeys(("audio", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
@@ -453,6 +468,11 @@ MEGABYTE = 10**6
 
 INVALID_JSON = "INVALID_JSON"
 """Key for text that is not a JSON object; the name is that of Anthropic's documentation."""
+
+
+def replaced_parts(*, refuses_images: bool) -> Set[str]:
+    """Types of parts of a user's message that a line replaces."""
+    return frozenset() if refuses_images else NOT_TEXT.keys()
 
 
 def result_text(
@@ -484,7 +504,7 @@ def texts_of(
         kind = part.get("type")
         key = keys.get(kind) if isinstance(kind, str) else None
         if key is None and isinstance(kind, str) and kind in replaced:
-            texts.append(_line_for(part, kind))
+            texts.append(line_for(part, kind))
             if not_used is not None:
                 not_used.append(f"{where.partition('[')[0]}.{kind}")
             continue
@@ -496,7 +516,8 @@ def texts_of(
     return texts
 
 
-def _line_for(part: Mapping[str, Any], kind: str) -> str:
+def line_for(part: Mapping[str, Any], kind: str) -> str:
+    """The line that takes the place of a part, one of `NOT_TEXT`."""
     facts = [NOT_TEXT[kind], _data_size(part), "not read by this model"]
     return f"[{', '.join(filter(None, facts))}]"
 

@@ -93,7 +93,11 @@ class DetokenizeRequest:
 
 
 def parse_tokenize(
-    data: Mapping[str, Any], tool_format: ToolFormat, *, trusts_template: bool = False
+    data: Mapping[str, Any],
+    tool_format: ToolFormat,
+    *,
+    trusts_template: bool = False,
+    refuses_images: bool = False,
 ) -> TokenizeRequest:
     body = read(TokenizeFields, data)
     has_messages = data.get("messages") is not None
@@ -112,6 +116,7 @@ def parse_tokenize(
             tool_format,
             strict_tools=False,
             trusts_template=trusts_template,
+            refuses_images=refuses_images,
         )
     if special and has_messages:
         raise RequestError(

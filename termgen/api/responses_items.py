@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from termgen.api.chat_prompt import IMAGES, NOT_TEXT, arguments_of, result_text, texts_of
+from termgen.api.chat_prompt import (
+    NOT_TEXT,
+    arguments_of,
+    replaced_parts,
+    result_text,
+    texts_of,
+)
 from termgen.api.errors import unsupported
 from termgen.api.fields import parse_json, wrong_type
 from termgen.api.tools import left_out, refuse_choice
@@ -76,8 +82,11 @@ def with_settings(data: Mapping[str, Any]) -> Mapping[str, Any]:
 def messages_of(
     value: str | list[Any], tools: OfferedTools, *, refuses_images: bool = False
 ) -> list[dict[str, Any]]:
-    """The input as a chat's messages. tools: those that the body offers; tools among the items, and
-    the names of what is not used, are added. refuses_images: a picture in a message is an error."""
+    """The input as a chat's messages.
+
+    tools: those that the body offers; tools among the items, and the names of what is not used, are
+    added. refuses_images: a part of a message that is not text is an error.
+    """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not value:
@@ -97,7 +106,7 @@ class _History:
         self.messages: list[dict[str, Any]] = []
         self._tools = tools
         self._not_used = tools.not_used
-        self._images: frozenset[str] = frozenset() if refuses_images else IMAGES
+        self._replaced = replaced_parts(refuses_images=refuses_images)
         self._thoughts: list[str] = []
         """Thoughts that belong to the assistant's turn that follows."""
         self._unanswered: dict[str, str] = {}
@@ -154,7 +163,7 @@ class _History:
             raise wrong_type(f"{where}.role", "user, assistant, system or developer", role)
         if content is None and role == "assistant":
             content = ""
-        replaced = self._images if role == "user" else frozenset()
+        replaced = self._replaced if role == "user" else frozenset()
         text = "\n".join(texts_of(content, f"{where}.content", PARTS, replaced, self._not_used))
         self.messages.append({"role": role, "content": text})
         if role == "assistant":

@@ -190,9 +190,17 @@ async def _parse_chat(request: Request, parse: Callable[..., T], **options: bool
     return await parse_body(
         request,
         partial(parse, tool_format=state.require_engine().model.tool_format),
-        trusts_template=state.config.trust_request_chat_template,
+        **_conversation_options(state),
         **options,
     )
+
+
+def _conversation_options(state: ServerState) -> dict[str, Any]:
+    """What this server's settings allow in a conversation."""
+    return {
+        "trusts_template": state.config.trust_request_chat_template,
+        "refuses_images": state.config.images == "refuse",
+    }
 
 
 async def chat_completions(request: Request) -> ASGIApp:
@@ -370,8 +378,8 @@ async def tokenize(request: Request) -> Response:
     state, engine = state_of(request), state_of(request).require_engine()
     state.admission.check_room()
     names, tool_format = state.names_for(engine), engine.model.tool_format
-    trusts = state.config.trust_request_chat_template
-    parse = partial(parse_tokenize, tool_format=tool_format, trusts_template=trusts)
+    options = _conversation_options(state)
+    parse = partial(parse_tokenize, tool_format=tool_format, **options)
     asked = await read_json(request, partial(parse_beside_model, names=names, parse=parse))
 
     async def work() -> tuple[list[int], list[str] | None]:

@@ -281,31 +281,6 @@ def test_an_answer_without_a_word_comes_back() -> None:
         assert len(prompt_of(ask(input=[*HI, said, *HI]).chat).messages) == 3
 
 
-IMAGES: dict[str, dict[str, Any]] = {
-    "chat": {"type": "image_url", "image_url": {"url": "data:"}},
-    "messages": {"type": "image", "source": {}},
-    "responses": {"type": "input_image", "image_url": "data:"},
-}
-
-
-def test_pictures_that_tools_give_back_are_replaced_by_words() -> None:
-    text = {"type": "text", "text": "seen"}
-    tool = {"role": "tool", "tool_call_id": "c", "content": [text, IMAGES["chat"]]}
-    result = {"type": "tool_result", "tool_use_id": "c", "content": [text, IMAGES["messages"]]}
-    output = {"type": "function_call_output", "call_id": "c", "output": [IMAGES["responses"]]}
-    told = [
-        prompt_of(chat(messages=[*HI, tool])),
-        prompt_of(messages(messages=[*HI, {"role": "user", "content": [result]}]).chat),
-        prompt_of(ask(input=[*HI, output]).chat),
-    ]
-    for prompt in told:
-        assert "[image, not read by this model]" in prompt.messages[-1]["content"]
-    assert told[0].messages[-1]["content"].startswith("seen\n")
-    for field in ("user", "assistant"):
-        with pytest.raises(RequestError):
-            chat(messages=[{"role": field, "content": [IMAGES["chat"]]}])
-
-
 def test_a_tools_error_is_told() -> None:
     result = {"type": "tool_result", "tool_use_id": "c", "content": "no file", "is_error": True}
     prompt = prompt_of(messages(messages=[*HI, {"role": "user", "content": [result]}]).chat)

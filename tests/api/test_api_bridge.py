@@ -105,7 +105,7 @@ def test_a_stamp_does_not_spoil_the_prefix_cache() -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "hologram", "source": {}}]}]},
             "messages[0].content[0].type",
         ),
         (

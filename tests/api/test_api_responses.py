@@ -91,7 +91,7 @@ def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "hologram"}]}]},
             "input[0].content[0].type",
         ),
         (
