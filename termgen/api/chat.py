@@ -125,6 +125,8 @@ def parse_chat(
         trusts_template=trusts_template,
         refuses_images=refuses_images,
     )
+    if tools.must_call and params.structured_outputs is not None:
+        not_used = (*not_used, params.structured_outputs.param)
     wanted = constrain(tools, params.structured_outputs)
     tools = replace(tools, is_formed=tools.may_call and wanted is not None)
     if not tools.may_call and (wanted is not None or prompt.continue_final_message):

@@ -189,16 +189,12 @@ def _choice(value: Any) -> tuple[str, str]:
 def constrain(
     tools: Tools, wanted: StructuredOutputsParams | None
 ) -> StructuredOutputsParams | None:
-    """The form of the text: the one the client wants, calls, or either."""
+    """The form of the text: the one the client wants, calls, or either. Calls that must come are
+    all of the answer, so the client's form has no text to hold for."""
     if not tools.may_call:
         return wanted
     functions, parallel = tools.functions, tools.parallel
     if tools.must_call:
-        if wanted is not None:
-            raise RequestError(
-                f"{wanted.param} does not go with a tool_choice that makes the model call",
-                param=wanted.param,
-            )
         return _of_tools(forced_calls(functions, tools.format, parallel=parallel))
     if wanted is not None:
         if wanted.kind not in ("json", "json_object"):

@@ -162,3 +162,30 @@ def test_a_response_repeats_the_effort_it_was_asked_for() -> None:
         {"input": "x", "reasoning": {"effort": "low"}}, **CONTEXT
     )
     assert asked.echo["reasoning"] == {"effort": "low", "summary": None}
+
+
+def test_a_forced_call_wins_over_a_format_under_each_endpoints_name() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    f = {"type": "function", "name": "f", "parameters": schema}
+    asked = responses_input.parse_responses(
+        {
+            "input": "hi",
+            "tools": [f],
+            "tool_choice": "required",
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}},
+        },
+        **CONTEXT,
+    )
+    assert asked.chat.not_used == ("text.format",) and asked.chat.tools.must_call
+    assert asked.echo["text"]["format"]["name"] == "n"
+    told = anthropic.parse_messages(
+        {
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"name": "f", "input_schema": schema}],
+            "tool_choice": {"type": "any"},
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+        **CONTEXT,
+    )
+    assert told.chat.not_used == ("output_config.format",) and told.chat.tools.must_call

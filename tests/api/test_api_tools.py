@@ -116,10 +116,6 @@ def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
         ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [F], "parallel_tool_calls": 1}, "parallel_tool_calls"),
-        (
-            {"tools": [F], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
         ({"tools": [F], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
@@ -127,6 +123,31 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         chat(**fields)
     assert caught.value.param == param
+
+
+FORMS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
+    {"structured_outputs": {"regex": "a+"}},
+    {"guided_choice": ["a", "b"]},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str
+)
+def test_a_call_that_must_come_is_all_of_the_answer(form: dict[str, Any], choice: Any) -> None:
+    asked = {"tools": [F, G], "tool_choice": choice}
+    request = chat(**asked, **form)
+    assert grammar_of(request) == grammar_of(chat(**asked))
+    assert request.not_used == tuple(form) and request.tools.is_formed
+    # Where text may come, the form holds for it; where calls may not come, for all of it.
+    text = {"response_format": {"type": "json_object"}}
+    assert chat(tools=[F], **text).not_used == ()
+    free = chat(tools=[F], tool_choice="none", **form)
+    assert free.not_used == () and free.job.params.structured_outputs is not None
+    assert free.job.params.structured_outputs.param == next(iter(form))
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,8 @@ async def test_streamed_calls_and_json_equal_whole_ones(long_llama_dir: Path) ->
                 body["tools"] = TOOLS
                 body["tool_choice"] = "required" if i % 3 else "auto"
                 body["parallel_tool_calls"] = i % 2 == 0
+                if body["tool_choice"] == "required" and i % 2:
+                    body["response_format"] = {"type": "json_object"}
             else:
                 form = {"type": "json_schema", "json_schema": {"schema": generate(i)}}
                 body["response_format"] = form
