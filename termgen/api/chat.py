@@ -6,8 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from termgen.api.chat_prompt import Conversation, parse_prompt
-from termgen.api.fields import ANSWER, LENGTH, Endpoint, Instead, is_empty, never, one_of, read
+from termgen.api.chat_prompt import Conversation, parse_prompt, texts_of
+from termgen.api.fields import (
+    ANSWER,
+    LENGTH,
+    PROMPT,
+    Endpoint,
+    Instead,
+    is_empty,
+    never,
+    one_of,
+    read,
+    wrong_type,
+)
 from termgen.api.job import AnswerStream, Choice, Job, ResponseOptions, Tally, parse_options
 from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
 from termgen.api.sampling import (
@@ -16,9 +27,10 @@ from termgen.api.sampling import (
     REFUSED,
     GenerationFields,
     NumLogprobs,
-    PositiveInt,
+    TokenLimit,
     check_prompt_logprobs,
     parse_sampling,
+    token_limit,
 )
 from termgen.api.tool_calls import CallParser, delta_of, message_fields
 from termgen.api.tools import Tools, constrain, new_parser
@@ -33,11 +45,19 @@ class ChatFields(GenerationFields, frozen=True):
     """The body of /v1/chat/completions, beside its `Conversation`."""
 
     max_completion_tokens: Annotated[
-        PositiveInt | None,
+        TokenLimit | None,
         LENGTH(
             "the newer name of `max_tokens`, which it wins over",
             "as `max_tokens`",
             "what the context leaves",
+        ),
+    ] = None
+    prediction: Annotated[
+        dict[str, Any] | None,
+        PROMPT(
+            "text that the answer is expected to have: a hint that could make it quicker, which is "
+            "accepted and named in `x-termgen-not-used`",
+            "an object of the type `content`",
         ),
     ] = None
     logprobs: Annotated[bool, LOGPROBS_DOC] = False
@@ -58,7 +78,6 @@ CHAT = Endpoint(
         "function_call": one_of("none"),
         "audio": never,
         "modalities": one_of(["text"]),
-        "prediction": never,
         "web_search_options": never,
         "documents": is_empty,
         "echo": is_empty,
@@ -110,10 +129,12 @@ def parse_chat(
         body, id_prefix="chatcmpl", model=model, force_include_usage=force_include_usage
     )
     check_prompt_logprobs(body)
-    old, new = body.max_tokens, body.max_completion_tokens
+    max_tokens = token_limit("max_tokens", body.max_tokens)
+    if body.max_completion_tokens is not None:
+        max_tokens = token_limit("max_completion_tokens", body.max_completion_tokens)
     params = parse_sampling(
         body,
-        max_tokens=old if new is None else new,
+        max_tokens=max_tokens,
         logprobs=_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
         defaults=defaults,
@@ -125,6 +146,9 @@ def parse_chat(
         trusts_template=trusts_template,
         refuses_images=refuses_images,
     )
+    if body.prediction is not None:
+        _check_prediction(body.prediction)
+        not_used = (*not_used, "prediction")
     if tools.must_call and params.structured_outputs is not None:
         not_used = (*not_used, params.structured_outputs.param)
     wanted = constrain(tools, params.structured_outputs)
@@ -144,6 +168,12 @@ def parse_chat(
         cache_salt=body.cache_salt,
     )
     return ChatRequest(job, options, CHAT.unknown(data), tools, not_used)
+
+
+def _check_prediction(value: dict[str, Any]) -> None:
+    if value.get("type") != "content":
+        raise wrong_type("prediction.type", "content", value.get("type"))
+    texts_of(value.get("content"), "prediction.content")
 
 
 def _logprobs(body: ChatFields) -> int | None:

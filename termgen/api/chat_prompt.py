@@ -192,7 +192,7 @@ class Conversation(TemplateFields, frozen=True, kw_only=True):
         Meta(extra_json_schema={"type": ["string", "object"]}),
         FORM(
             "whether it must; calls that must come are enforced",
-            "`none`, `auto`, `required` or a function",
+            "`none`, `auto`, `required`, a function, or `allowed_tools`",
             "auto",
         ),
     ] = None

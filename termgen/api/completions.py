@@ -33,6 +33,7 @@ from termgen.api.sampling import (
     NumLogprobs,
     check_prompt_logprobs,
     parse_sampling,
+    token_limit,
 )
 from termgen.client import FillPrompt, Prompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
@@ -73,7 +74,7 @@ class CompletionFields(GenerationFields, frozen=True, kw_only=True):
 class EchoFields(CompletionFields, frozen=True, kw_only=True):
     """The body with `echo`: the answer may be the prompt alone."""
 
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] = DEFAULT_MAX_TOKENS
+    max_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] = DEFAULT_MAX_TOKENS
 
 
 COMPLETIONS = Endpoint(
@@ -138,6 +139,8 @@ def parse_completion(
     if body.echo and body.logprobs is not None:  # the answer, and so its logprobs, has the prompt
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if not max_tokens and not body.echo:
+        token_limit("max_tokens", max_tokens)
     if body.min_tokens and not max_tokens:
         raise RequestError(
             f"min_tokens ({body.min_tokens}) exceeds max_tokens (0)", param="min_tokens"
@@ -145,7 +148,7 @@ def parse_completion(
     # nothing to generate: the parameters are still checked, with a length that is allowed
     params = parse_sampling(
         body,
-        max_tokens=max_tokens or 1,
+        max_tokens=token_limit("max_tokens", max_tokens or 1),
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
         defaults=defaults,
@@ -162,7 +165,7 @@ def parse_completion(
             request_id=options.id if len(prompts) == 1 else f"{options.id}-{i}",
             priority=body.priority,
             cache_salt=body.cache_salt,
-            generates=max_tokens > 0,
+            generates=max_tokens != 0,
         )
         for i, prompt in enumerate(prompts)
     )

@@ -110,6 +110,7 @@ NAMES = {
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
     "thinking": "reasoning.effort",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 """Names of a chat's fields on this endpoint."""
 

@@ -418,18 +418,30 @@ def tool_choice_of(value: Any) -> Any:
     """`tool_choice` in a chat's words."""
     if isinstance(value, dict):
         kind: Any = value.get("type")
-        name, namespace = value.get("name"), value.get("namespace")
+        if kind == "allowed_tools":
+            tools = value.get("tools")
+            if not isinstance(tools, list):
+                raise wrong_type("tool_choice.tools", "a list of tools", tools)
+            named = [_named(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)]
+            return {"type": kind, kind: {"mode": value.get("mode"), "tools": named}}
         if kind in ("function", "custom"):
-            if not isinstance(name, str):
-                raise wrong_type("tool_choice.name", "a string", name)
-            if namespace is not None and not isinstance(namespace, str):
-                raise wrong_type("tool_choice.namespace", "a string", namespace)
-            return {"type": "function", "function": {"name": flat_name(name, namespace)}}
+            return _named(value, "tool_choice")
         if left_out(kind):
             raise refuse_choice([kind])
     if value is not None and value not in ("auto", "none", "required"):
         raise wrong_type("tool_choice", "auto, none, required or a function", value)
     return value
+
+
+def _named(value: Any, where: str) -> dict[str, Any]:
+    """A tool that a choice names, in a chat's words."""
+    if not isinstance(value, dict):
+        raise wrong_type(where, "an object", value)
+    if value.get("type") not in ("function", "custom"):
+        return {"type": value.get("type")}
+    _check_strings(value, where, "name")
+    name = flat_name(value["name"], _namespace(value, where))
+    return {"type": "function", "function": {"name": name}}
 
 
 def custom_input(arguments: str) -> str:

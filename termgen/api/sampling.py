@@ -57,6 +57,8 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 VLLM = "vLLM"
 
 PositiveInt = Annotated[int, Meta(ge=1, le=MAX_INT)]
+TokenLimit = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+"""A limit for tokens, or -1 for none, as llama.cpp's clients write it."""
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -226,11 +228,11 @@ class GenerationFields(SharedFields, frozen=True):
     """Fields that /v1/chat/completions and /v1/completions share."""
 
     max_tokens: Annotated[
-        PositiveInt | None,
+        TokenLimit | None,
         LENGTH(
             "longest answer, in tokens. More is cut to that, which the response header "
             "`x-termgen-max-tokens` reports; an error with the server's `--no-clamp-max-tokens`",
-            "1 to what the context leaves; on completions 0 too, with `echo`",
+            "1 to what the context leaves, or -1 for all of it; on completions 0 too, with `echo`",
             "what the context leaves; on completions 16",
         ),
     ] = None
@@ -399,6 +401,13 @@ REFUSED: dict[str, Check] = {
     "kv_transfer_params": is_empty,
 }
 """Known fields that would change the answer and are not supported: value check -> harmless?"""
+
+
+def token_limit(name: str, value: int | None) -> int | None:
+    """The value of a `TokenLimit`; None for no limit. Raises RequestError for 0."""
+    if value == 0:
+        raise wrong_type(name, f"between 1 and {MAX_INT}, or -1 for no limit", value)
+    return None if value == -1 else value
 
 
 def parse_sampling(

@@ -103,7 +103,7 @@ class Tools:
 def parse_tools(
     given: list[Any], choice: Any, tool_format: ToolFormat, *, parallel: bool, strict: bool
 ) -> Tools:
-    """Check `tools` and `tool_choice`. Where a function is named, the model is shown only that one.
+    """Check `tools` and `tool_choice`. Where functions are named, the model is shown only those.
 
     strict: for functions that do not say. Their schemas are enforced as far as they can be.
     """
@@ -123,13 +123,17 @@ def parse_tools(
     pairs = [_function(tool, f"tools[{i}]", strict) for i, tool in listed]
     if len({function.name for function, _ in pairs}) < len(pairs):
         raise RequestError("two tools have the same name", param="tools")
-    kind, name = _choice(choice)
+    kind, names = _choice(choice)
     if kind == "none":
         return Tools(format=tool_format, left_out=missing)
-    if kind == "named":
-        pairs = [pair for pair in pairs if pair[0].name == name]
-        if not pairs:
-            raise RequestError(f"tool_choice: there is no tool {name!r:.80}", param="tool_choice")
+    if names is not None:
+        known = {function.name for function, _ in pairs}
+        for name in names:
+            if name not in known:
+                raise RequestError(
+                    f"tool_choice: there is no tool {name!r:.80}", param="tool_choice"
+                )
+        pairs = [pair for pair in pairs if pair[0].name in names]
     return Tools(
         functions=tuple(function for function, _ in pairs),
         shown=tuple(shown for _, shown in pairs),
@@ -171,19 +175,50 @@ def _function(tool: Any, where: str, strict: bool) -> tuple[Function, dict[str, 
     return function, {"type": "function", "function": given}
 
 
-def _choice(value: Any) -> tuple[str, str]:
-    """(none, auto, required or named; the name)."""
+def _choice(value: Any) -> tuple[str, tuple[str, ...] | None]:
+    """(none, auto, required or named; the names of the functions, if not all are meant)."""
     if value is None:
-        return "auto", ""
+        return "auto", None
     if isinstance(value, str) and value in ("none", "auto", "required"):
-        return value, ""
+        return value, None
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _allowed(value.get("allowed_tools"))
     is_function = isinstance(value, dict) and value.get("type", "function") == "function"
-    function = value.get("function") if is_function else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    name = _name_of(value) if is_function else None
+    if name is None:
         wanted = 'none, auto, required or {"type": "function", "function": {"name": NAME}}'
         raise wrong_type("tool_choice", wanted, value)
-    return "named", name
+    return "named", (name,)
+
+
+def _allowed(value: Any) -> tuple[str, tuple[str, ...]]:
+    """The choice of type `allowed_tools`: some of the tools, and whether one must be called."""
+    where = "tool_choice.allowed_tools"
+    if not isinstance(value, dict):
+        raise wrong_type(where, "an object", value)
+    mode, tools = value.get("mode"), value.get("tools")
+    if mode not in ("auto", "required"):
+        raise wrong_type(f"{where}.mode", "auto or required", mode)
+    if not isinstance(tools, list) or not tools:
+        raise wrong_type(f"{where}.tools", "a list of tools", tools)
+    names, hosted = [], []
+    for i, tool in enumerate(tools):
+        if _is_left_out(tool):
+            hosted.append(tool["type"])
+            continue
+        name = _name_of(tool)
+        if name is None:
+            raise wrong_type(f"{where}.tools[{i}]", "an object with function.name", tool)
+        names.append(name)
+    if not names:
+        raise refuse_choice(hosted)
+    return mode, tuple(names)
+
+
+def _name_of(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def constrain(

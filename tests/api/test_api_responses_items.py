@@ -276,3 +276,23 @@ def test_items_that_cannot_be_read_are_errors(item: dict[str, Any], param: str) 
     with pytest.raises(RequestError) as caught:
         ask(input=[*HI, item])
     assert caught.value.param == f"input[1].{param}", caught.value
+
+
+def test_allowed_tools_go_by_their_names_here() -> None:
+    space = {"type": "namespace", "name": "n", "tools": [FUNCTION]}
+    custom = {"type": "custom", "name": "run"}
+    named = {"type": "function", "name": "find", "namespace": "n"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [named, custom]}
+    asked = ask(tools=[FUNCTION, space, custom], tool_choice=choice)
+    assert [f.name for f in asked.chat.tools.functions] == ["n__find", "run"]
+    assert asked.chat.tools.must_call and asked.echo["tool_choice"] == choice
+    for bad, param in (
+        ({"mode": "none"}, "tool_choice.mode"),
+        ({"tools": {}}, "tool_choice.tools"),
+        ({"tools": [5]}, "tool_choice.tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tool_choice.tools[0].name"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tool_choice"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            ask(tools=[space], tool_choice={**choice, **bad})
+        assert caught.value.param == param

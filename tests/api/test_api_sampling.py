@@ -79,6 +79,31 @@ def test_the_newer_max_tokens_wins() -> None:
     assert chat_params(max_tokens=9).max_tokens == 9
 
 
+def test_minus_one_is_no_limit() -> None:
+    assert chat_params(max_tokens=-1).max_tokens is None
+    assert chat_params(max_completion_tokens=-1, max_tokens=5).max_tokens is None
+    (job,) = completion(max_tokens=-1).jobs
+    assert job.params.max_tokens is None and job.generates
+    with pytest.raises(RequestError, match="-1 for no limit") as caught:
+        chat_params(max_completion_tokens=0)
+    assert caught.value.param == "max_completion_tokens"
+
+
+def test_a_prediction_is_a_hint_without_effect() -> None:
+    part = {"type": "text", "text": "x"}
+    for content in ("x", [part]):
+        hint = {"type": "content", "content": content}
+        assert chat(prediction=hint).not_used == ("prediction",)
+    assert chat(prediction=None).not_used == ()
+    for bad, param in (
+        ({"type": "tokens"}, "prediction.type"),
+        ({"type": "content", "content": 5}, "prediction.content"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            chat(prediction=bad)
+        assert caught.value.param == param
+
+
 @pytest.mark.parametrize(("value", "stop"), [("x", ("x",)), (["x", "y"], ("x", "y")), ([], ())])
 def test_stop_is_a_string_or_a_list(value: Any, stop: tuple[str, ...]) -> None:
     assert chat_params(stop=value).stop == stop
@@ -129,7 +154,7 @@ def test_completion_logprobs_are_a_number() -> None:
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"repetition_penalty": 1e-46}, "repetition_penalty"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": 2**31}, "max_tokens"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"stop": ""}, "stop"),
@@ -209,7 +234,6 @@ def test_what_would_change_the_answer_is_refused_not_ignored(fields: dict[str, A
         {"functions": [{}]},
         {"audio": {}},
         {"modalities": ["text", "audio"]},
-        {"prediction": {}},
         {"web_search_options": {}},
         {"chat_template": "{{ messages }}"},
     ],

@@ -125,6 +125,42 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_allowed_tools_are_those_that_the_model_is_shown() -> None:
+    hosted = {"type": "web_search"}
+    given = [F, G, hosted]
+    some = chat(tools=given, tool_choice=allowed("auto", named("g.h"), hosted))
+    assert [f.name for f in some.tools.functions] == ["g.h"] and some.tools.choice == "auto"
+    assert some.tools.shown == (G,) and some.tools.parallel
+    must = chat(tools=given, tool_choice=allowed("required", named("g.h"), named("f")))
+    assert [f.name for f in must.tools.functions] == ["f", "g.h"] and must.tools.must_call
+    assert grammar_of(must) == grammar_of(chat(tools=given, tool_choice="required"))
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        (allowed("auto", named("z")), "tool_choice"),
+        (allowed("auto", {"type": "web_search"}), "tool_choice"),
+        (allowed("none", named("f")), "tool_choice.allowed_tools.mode"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools"),
+        (allowed("auto", named("f"), {"type": "function"}), "tool_choice.allowed_tools.tools[1]"),
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+    ],
+)
+def test_allowed_tools_that_cannot_be_met_are_errors(choice: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(tools=[F], tool_choice=choice)
+    assert caught.value.param == param
+
+
 FORMS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
