@@ -3,7 +3,7 @@
 - A client that begins a request and does not finish its head is disconnected.
 - So is one that takes no data, which aborts its request. Taking little by little is fine.
 - The next request of a client is read while one is answered: else a client's leaving would not be
-  seen.
+  seen. A client that has only closed its side of the connection gets its answer.
 - Too many headers, or a body in crumbs, are refused before they are read: each header or chunk
   costs tens of microseconds, and one read of a socket has room for a hundred thousand.
 - Data that is not HTTP gets an error as JSON, like every other error. So does a head that a proxy
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from http import HTTPStatus
 from typing import Any
 
@@ -46,6 +47,17 @@ again."""
 STALL_TIMEOUT_S = 60.0
 """A client that takes no data for this long is disconnected."""
 
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CHUNK_PROBE = b"0"
+"""Bytes without a meaning, to which the system of a client that has left objects: a response that
+clients skip, before the answer, and a leading zero of the next chunk's size, within a stream."""
+FIRST_CHECK_S = 0.01
+REPEAT_PROBE_S = 0.5
+LONGEST_CHECK_S = 15.0
+"""Times between looks at the connection of a client that may have left: each is twice the last, and
+from `REPEAT_PROBE_S` on another probe comes before an answer."""
+
+_ABSOLUTE = re.compile(rb"https?://([^/?#]*)([^#]*)", re.IGNORECASE)
 _FOLDED_LINE = re.compile(rb"\n[ \t]")
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
@@ -73,7 +85,23 @@ class _Parser(h11.Connection):
                 self._refuse("Content-Length and Transfer-Encoding exclude each other.")
             if b"transfer-encoding" in names and event.http_version < b"1.1":
                 self._refuse("HTTP/1.0 knows no Transfer-Encoding.")
+            absolute = _ABSOLUTE.fullmatch(event.target)
+            if absolute is not None:
+                event = self._in_origin_form(event, *absolute.groups())
         return event
+
+    def _in_origin_form(self, request: h11.Request, host: bytes, rest: bytes) -> h11.Request:
+        """The request for a whole address as one for its path. RFC 9112, 3.2.2: the host is that of
+        the address, whatever the header says."""
+        if not host or b"@" in host:
+            self._refuse("The request names no host that can be asked.")
+        others = [(name, value) for name, value in request.headers if name != b"host"]
+        return h11.Request(
+            method=request.method,
+            target=rest if rest.startswith(b"/") else b"/" + rest,
+            headers=[(b"host", host), *others],
+            http_version=request.http_version,
+        )
 
     def _refuse(self, why: str) -> None:
         self.why_refused = why
@@ -85,6 +113,7 @@ class Connection(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    _check_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,15 +126,27 @@ class Connection(H11Protocol):
         self._num_body_lines = self._num_body_bytes = 0
         self._num_running = 0
         self._is_lost = False
+        self._has_ended = False
+        """The client has closed its side: nothing more comes from it."""
+        self._is_in_chunks = False
+        """The answer has begun, and comes in chunks."""
         self._inner = self.app
         self.app = self._run
 
     async def _run(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["http_version"] == "1.1":  # others know no chunks
             scope["extensions"] = {WRITE_CHUNK: self._write_chunk}
+        self._is_in_chunks = False
+
+        async def send_noted(message: Any) -> None:
+            await send(message)
+            if message["type"] == "http.response.start" and scope["method"] != "HEAD":
+                names = {name.lower() for name, _ in message["headers"]}
+                self._is_in_chunks = b"content-length" not in names
+
         self._num_running += 1
         try:
-            await self._inner(scope, receive, send)
+            await self._inner(scope, receive, send_noted)
         finally:
             self._num_running -= 1
             if self._is_lost and not self._num_running:
@@ -128,6 +169,8 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()  # uvicorn forgets it when the connection broke
         self._stop_head_timer()
         self._stop_stall_timer()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         self._is_lost = True
         if not self._num_running:
             self._let_go()
@@ -224,6 +267,36 @@ class Connection(H11Protocol):
             self.transport.abort()
         self._begin_head()
         super().on_response_complete()
+        if self._has_ended and not self._is_answering:
+            self.transport.close()
+
+    # -- clients that have closed their side -----------------------------------------------
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection while a whole request is answered: the client may still read.
+
+        It may also have left, which looks the same until something is sent to it.
+        """
+        is_whole = self._is_answering and self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        if not is_whole or self.scheme == "https" or self.scope["http_version"] != "1.1":
+            return False
+        self._has_ended = True
+        if self._is_in_chunks:
+            self.transport.write(CHUNK_PROBE)
+        self._check_later(FIRST_CHECK_S)
+        return True
+
+    def _check_later(self, delay_s: float) -> None:
+        is_time = delay_s == FIRST_CHECK_S or delay_s > REPEAT_PROBE_S
+        if is_time and not self.cycle.response_started:
+            self.transport.write(PROBE)
+        self._check_timer = self.loop.call_later(delay_s, self._check_connection, delay_s)
+
+    def _check_connection(self, delay_s: float) -> None:
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._check_later(min(2 * delay_s, LONGEST_CHECK_S))
 
     # -- heads that do not come ------------------------------------------------------------
 

@@ -370,3 +370,132 @@ async def test_an_ended_connection_is_no_garbage(leaves: str) -> None:
 
 def alive(*kinds: type) -> list[object]:
     return [found for found in gc.get_objects() if issubclass(type(found), kinds)]
+
+
+# -- clients that close their side ---------------------------------------------------------
+
+
+async def half_closed(server: Server, sent: bytes) -> bytes:
+    """All that comes back to a client that closes its side after what it sends."""
+    reader, writer = await asyncio.open_connection(*address(server))
+    writer.write(sent)
+    writer.write_eof()
+    received = await is_closed(reader)
+    writer.close()
+    return received
+
+
+def last_body(received: bytes) -> bytes:
+    """The body of the answer behind responses that announce it."""
+    client = h11.Connection(h11.CLIENT)
+    client.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+    client.send(h11.EndOfMessage())
+    client.receive_data(received)
+    client.receive_data(b"")
+    body = b""
+    while not isinstance(event := client.next_event(), (h11.EndOfMessage, h11.ConnectionClosed)):
+        assert event is not h11.NEED_DATA
+        body += event.data if isinstance(event, h11.Data) else b""
+    return body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_client_that_closes_its_side_gets_its_whole_answer(path: str, stream: bool) -> None:
+    engine = FakeEngine(script=Script(first_delay_s=0.2, delay_s=0.05))
+    body = chat_body(stream=stream) if "chat" in path else {"prompt": "x", "stream": stream}
+    async with serving(engine) as server:
+        received = await half_closed(server, request(path, body))
+        answer = last_body(received).decode()
+        if stream:
+            assert answer.rstrip().endswith("data: [DONE]")
+        else:
+            assert json.loads(answer)["choices"][0]["finish_reason"] == "stop"
+    assert len(engine.finished) == 1 and not engine.aborted
+
+
+async def test_answers_to_requests_in_a_row_come_to_a_closed_side() -> None:
+    async with serving(FakeEngine(script=Script(first_delay_s=0.1))) as server:
+        sent = request("/v1/completions", {"prompt": "x"})
+        received = await half_closed(server, sent + head("/version", 0).replace(b"POST", b"GET"))
+        assert received.count(b"HTTP/1.1 200") == 2 and b'"version"' in received
+        closing = sent.replace(b"host:", b"connection: close\r\nhost:", 1)
+        assert (await half_closed(server, closing)).count(b"HTTP/1.1 200") == 1
+
+
+@pytest.mark.parametrize("script", [Script(first_delay_s=30), Script(hold_after=1)])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_request_at_once(script: Script, stream: bool) -> None:
+    engine = FakeEngine(script=script)
+    async with serving(engine) as server:
+        reader, writer = await asyncio.open_connection(*address(server))
+        writer.write(request("/v1/chat/completions", chat_body(stream=stream)))
+        await eventually(lambda: bool(engine.live))
+        if stream and script.hold_after:
+            await reader.readuntil(b"data: ")
+        began = asyncio.get_running_loop().time()
+        writer.close()
+        await eventually(lambda: not engine.live)
+        assert asyncio.get_running_loop().time() - began < 1
+
+
+async def test_a_client_may_leave_after_it_has_closed_its_side() -> None:
+    engine = FakeEngine(script=Script(first_delay_s=30))
+    async with serving(engine) as server:
+        _, writer = await asyncio.open_connection(*address(server))
+        writer.write(request("/v1/chat/completions", chat_body()))
+        await eventually(lambda: bool(engine.live))
+        writer.write_eof()
+        await asyncio.sleep(0.2)
+        assert engine.live, "it still reads"
+        writer.transport.abort()
+        await eventually(lambda: not engine.live, timeout_s=10)
+
+
+async def test_a_stream_that_has_begun_goes_on_to_a_closed_side() -> None:
+    engine = FakeEngine(script=Script(delay_s=0.05))
+    async with serving(engine) as server:
+        reader, writer = await asyncio.open_connection(*address(server))
+        writer.write(request("/v1/chat/completions", chat_body(stream=True)))
+        received = await reader.readuntil(b"data: ")
+        writer.write_eof()
+        received += await is_closed(reader)
+        assert last_body(received).rstrip().endswith(b"data: [DONE]")
+    assert engine.finished
+
+
+async def test_a_part_of_a_request_before_the_end_is_dropped() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as server:
+        assert await half_closed(server, head("/v1/completions", 50) + b"{}") == b""
+        assert await half_closed(server, b"") == b""
+        old = request("/v1/completions", {"prompt": "x"}).replace(b"HTTP/1.1", b"HTTP/1.0")
+        assert b"100 Continue" not in await half_closed(server, old)
+    assert not engine.calls or engine.aborted or engine.finished
+
+
+# -- whole addresses as targets ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://127.0.0.1/v1/models", "127.0.0.1", 200),
+        ("HTTP://localhost:8000/v1/models?x=1", "evil.example", 200),
+        ("http://evil.example/v1/models", "127.0.0.1", 403),
+        ("http://127.0.0.1", "127.0.0.1", 404),
+        ("http://127.0.0.1?x=/v1/models", "127.0.0.1", 404),
+        ("http:///v1/models", "127.0.0.1", 400),
+        ("http://me@127.0.0.1/v1/models", "127.0.0.1", 400),
+        ("ftp://127.0.0.1/v1/models", "127.0.0.1", 404),
+    ],
+)
+async def test_a_whole_address_is_served_by_its_own_host(
+    target: str, host: str, status: int
+) -> None:
+    async with serving(FakeEngine()) as server:
+        sent = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+        received = await half_closed(server, sent.encode())
+        assert f"HTTP/1.1 {status}".encode() in received, received
+        if status == 200:
+            assert json.loads(last_body(received))["object"] == "list"
