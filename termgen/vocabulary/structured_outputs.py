@@ -28,6 +28,8 @@ MAX_ENUM_VALUES = 5000
 _JSON_IN_LARK = re.compile(r"%json\s*(?=\{)")
 _LARK_LINE = re.compile(r"%llguidance\b|start\s*:(?!:=)")
 
+MAX_WHOLE_FLOAT = 2**53
+"""The largest integer up to which 64-bit floats hold every one."""
 MAX_INT64 = 2**63 - 1
 MAX_MULTIPLE = (2**32 - 10) // 10
 """Largest `multipleOf` without its decimal point: ten times this plus a digit fits in 32 bits."""
@@ -237,7 +239,8 @@ class _Numbers:
         while rest:
             value = rest.pop()
             if type(value) is int and not _is_exact(value):
-                raise self._inexact(f"{name} has the integer {_shown(value)}")
+                what = f"{name} has the integer {_shown(value)}"
+                raise self._inexact(what, " Ask for it as a string.")
             if type(value) is float and abs(value) > MAX_INT64:
                 self._large[name] = value
             if isinstance(value, Mapping):
@@ -265,14 +268,17 @@ class _Numbers:
                     raise self._inexact("what multipleOf asks for together")
                 lcm = math.lcm(lcm, whole)
 
-    def _inexact(self, what: str) -> Exception:
-        error: Exception = self._fault(f"{what}, which cannot be kept exactly")
+    def _inexact(self, what: str, advice: str = "") -> Exception:
+        error: Exception = self._fault(
+            f"{what}, which cannot be kept exactly: grammars hold numbers as 64-bit floats, with"
+            f" every integer up to {MAX_WHOLE_FLOAT}.{advice}"
+        )
         return error
 
 
 def _is_exact(value: int) -> bool:
     return (
-        abs(value) < 2**53
+        abs(value) <= MAX_WHOLE_FLOAT
         or value == MAX_INT64
         or (abs(value) < MAX_INT64 and int(float(value)) == value)
     )

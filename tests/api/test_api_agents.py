@@ -347,6 +347,24 @@ def test_a_text_before_a_call_is_one_turn(monkeypatch: Any) -> None:
         ("stop_sequences", ["x"], "stop"),
         ("mirostat", 2, "mirostat"),
         ("typical_p", 0.5, "typical_p"),
+        ("rep_pen", 1.1, "repetition_penalty"),
+        ("rep_pen_range", 512, "repetition_penalty"),
+        ("freq_pen", 0.3, "frequency_penalty"),
+        ("stop_sequence", ["x"], "stop"),
+        ("stop_strings", "x", "stop"),
+        ("ban_eos_token", True, "ignore_eos"),
+        ("custom_token_bans", "1,2", "logit_bias"),
+        ("banned_tokens", ["x"], "bad_words"),
+        ("sampler_seed", 7, "seed"),
+        ("sampler_order", [6, 0], "temperature"),
+        ("dynatemp_low", 0.5, "dynatemp_low"),
+        ("dynatemp_exponent", 2, "dynatemp_exponent"),
+        ("dynamic_temperature", True, "dynamic_temperature"),
+        ("mirostat_mode", 2, "mirostat_mode"),
+        ("cfg_scale", 1.5, "cfg_scale"),
+        ("nsigma", 1.5, "nsigma"),
+        ("random_seed", 7, "seed"),
+        ("response_prefix", "Sure", "response_prefix"),
     ],
 )
 def test_words_of_other_servers_are_errors_that_name_ours(name: str, value: Any, word: str) -> None:
@@ -364,6 +382,13 @@ def test_words_of_other_servers_are_errors_that_name_ours(name: str, value: Any,
 def test_words_of_other_servers_that_ask_for_nothing_are_taken() -> None:
     fields = {"grammar": "", "format": "", "repeat_penalty": 1.0, "mirostat": 0, "options": {}}
     assert chat(**fields, n_predict=-1, do_sample=True, json_schema=None).ignored == ()
+    webui = {
+        **{"rep_pen": 1, "rep_pen_range": 0, "dynamic_temperature": False, "dynatemp_low": 1},
+        **{"dynatemp_high": 1, "dynatemp_exponent": 1, "custom_token_bans": "", "skew": 0},
+        **{"ban_eos_token": False, "mirostat_mode": 0, "sampler_seed": -1, "cfg_scale": 1},
+        **{"stop_sequence": [], "sampler_priority": [], "typical": 1, "nsigma": 0},
+    }
+    assert chat(**webui).ignored == ()
 
 
 def test_a_system_field_of_a_chat_is_told_its_place() -> None:

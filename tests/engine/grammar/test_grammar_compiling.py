@@ -234,6 +234,15 @@ def test_numbers_that_are_not_exact_are_refused_by_name(schema: str, why: str) -
         StructuredOutputsParams(grammar=f"start: %json {schema}", param="tools")
 
 
+def test_an_integer_that_no_float_holds_is_refused_with_the_reason() -> None:
+    for schema in ({"enum": [1, 1234567890123456789]}, {"const": {"id": 1234567890123456789}}):
+        with pytest.raises(RequestError) as refusal:
+            StructuredOutputsParams(json=schema, param="response_format")
+        words = str(refusal.value)
+        assert "1234567890123456789" in words and "every integer up to 9007199254740992" in words
+        assert words.endswith("Ask for it as a string.")
+
+
 @pytest.mark.parametrize(
     "schema",
     [
