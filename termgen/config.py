@@ -363,7 +363,8 @@ class ServerConfig:
     )
     allowed_origin: tuple[str, ...] = setting(
         (),
-        "origin of web pages that may use this server, such as https://chat.example; `*`: any "
+        "origin of web pages that may use this server, such as https://chat.example or "
+        "http://localhost:3000; `localhost`: those of this machine at any port; `*`: any "
         "(default: none)",
         metavar="ORIGIN",
         nargs="+",

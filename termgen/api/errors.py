@@ -7,6 +7,7 @@ library; a reply is a status, headers and a JSON object in OpenAI's shape.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from termgen.errors import (
     TermgenError,
 )
 
+_PLAIN_ORIGIN = re.compile(r"https?://[\w.\-\[\]:]{1,90}", re.ASCII)
 NO_RETRY = {"x-should-retry": "false"}
 """Clients built on OpenAI's SDK retry every 5xx unless told not to."""
 
@@ -105,7 +107,10 @@ def host_not_allowed(host: str) -> RequestError:
 
 
 def origin_not_allowed(origin: str) -> RequestError:
-    message = f"Pages of {origin!r} may not use this server; see --allowed-origin"
+    hint = "see its --allowed-origin"
+    if _PLAIN_ORIGIN.fullmatch(origin):
+        hint = f"start it with --allowed-origin {origin} to allow them"
+    message = f"Pages of {origin!r} may not use this server; {hint}"
     return _forbidden("origin_not_allowed", message)
 
 

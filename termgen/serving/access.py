@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
+import re
 import secrets
 import stat
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ from termgen.api.errors import admin_only, invalid_api_key, origin_not_allowed, 
 from termgen.config import ServerConfig, is_loopback
 from termgen.errors import ConfigError
 
+LOCAL_PAGES = "localhost"
+"""Value of `--allowed-origin` for the pages of this machine."""
+LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
 OPEN_PATHS = frozenset({"/health"})
 """Paths that need no key."""
 
@@ -220,6 +224,8 @@ class OriginCheck:
 
     def _is_allowed(self, origin: str, scope: Scope) -> bool:
         if "*" in self._allowed or origin in self._allowed:
+            return True
+        if LOCAL_PAGES in self._allowed and re.fullmatch(LOCAL_ORIGIN, origin):
             return True
         try:
             named = urlsplit(origin)

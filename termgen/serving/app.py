@@ -26,7 +26,7 @@ from termgen.api.responses_input import RESPONSES
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.serving import handlers
-from termgen.serving.access import ApiKeyCheck, OriginCheck
+from termgen.serving.access import LOCAL_ORIGIN, LOCAL_PAGES, ApiKeyCheck, OriginCheck
 from termgen.serving.admin_routes import ADMIN_ROUTES
 from termgen.serving.event_routes import EVENT_ROUTES
 from termgen.serving.middleware import BodyLimit, CrossOrigin, HostCheck, RequestContext, for_path
@@ -93,6 +93,7 @@ def _cross_origin(config: ServerConfig) -> list[Middleware]:
         Middleware(
             CrossOrigin,
             allow_origins=[origin.rstrip("/") for origin in config.allowed_origin],
+            allow_origin_regex=LOCAL_ORIGIN if LOCAL_PAGES in config.allowed_origin else None,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=[

@@ -289,6 +289,48 @@ async def test_allowed_pages_may_read_answers_and_errors() -> None:
         assert "access-control-allow-origin" not in response.headers
 
 
+async def test_pages_of_this_machine_are_allowed_by_one_word() -> None:
+    local = [
+        "http://localhost:3000",
+        "http://127.0.0.1:8080",
+        "https://[::1]:1",
+        "http://localhost",
+    ]
+    foreign = ["http://localhost.evil.example", "http://evil.example:3000", "null"]
+    foreign += ["http://localhost:3000.evil.example", "ftp://localhost:1"]
+    asked = {"access-control-request-method": "POST"}
+    async with app_client(FakeEngine(), allowed_origin=("localhost",)) as client:
+        for origin in local:
+            preflight = await client.options("/v1/models", headers={"origin": origin, **asked})
+            response = await client.get("/v1/models", headers={"origin": origin})
+            for answer in (preflight, response):
+                assert answer.status_code == 200, origin
+                assert answer.headers["access-control-allow-origin"] == origin
+        for origin in foreign:
+            response = await client.get("/v1/models", headers={"origin": origin})
+            assert response.status_code == 403, origin
+            assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("origin", "hint"),
+    [
+        ("http://localhost:3000", "--allowed-origin http://localhost:3000 to allow"),
+        ("http://[::1]:8080", "--allowed-origin http://[::1]:8080 to allow"),
+        ("null", "see its --allowed-origin"),
+        ("http://a; rm -r", "see its --allowed-origin"),
+    ],
+)
+async def test_a_refused_page_is_named_with_the_flag_that_allows_it(origin: str, hint: str) -> None:
+    headers = {"origin": origin}
+    async with app_client(FakeEngine()) as client:
+        refused = await client.get("/v1/models", headers=headers)
+        assert refused.status_code == 403 and hint in refused.json()["error"]["message"]
+    if hint.endswith("allow"):
+        async with app_client(FakeEngine(), allowed_origin=(origin,)) as client:
+            assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
 async def test_each_key_has_a_prefix_cache_of_its_own() -> None:
     engine = FakeEngine()
 
