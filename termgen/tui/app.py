@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import termios
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
-from textual import on, work
+from textual import events, on, work
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.dom import DOMNode
@@ -45,6 +45,7 @@ from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.dashboard_keys import pages_with
 from termgen.tui.feeds.feed import StreamFeed
 from termgen.tui.help import HelpScreen, HelpSection
+from termgen.tui.keys.alt_keys import drop_letter, let_alt_keys_through
 from termgen.tui.keys.keymap import KeyedApp, Keymap, key_names, read_keymap
 from termgen.tui.loading import LoadingScreen, StartupProgress
 from termgen.tui.models import ModelScreen, ModelShelf, Switch
@@ -252,15 +253,15 @@ class TermgenApp(KeyedApp):
 
     def get_driver_class(self) -> type[Driver]:
         """Textual's choice, but on a terminal one that does not wait for it."""
+        let_alt_keys_through(ANSI_SEQUENCES_KEYS)
         chosen = super().get_driver_class()
         if chosen.__name__ != "LinuxDriver":  # Windows, a browser, or a test
             return chosen
-        from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
-
-        from termgen.tui.app import PatientDriver  # its module needs a Unix
-
-        let_alt_digits_through(ANSI_SEQUENCES_KEYS)
         return PatientDriver
+
+    async def on_event(self, event: events.Event) -> None:
+        drop_letter(event)
+        await super().on_event(event)
 
     def _draw_what_was_dropped(self) -> None:
         driver = self._driver
@@ -515,20 +516,6 @@ class TermgenApp(KeyedApp):
             self.set_timer(PALETTE_CLOSES_S, self.action_screenshot)
         else:
             await self.run_action(action, node)
-
-
-# Alt with a digit as a key on terminals that send it as escape and digit.
-#
-# Textual takes these sequences for what Option and a digit type on a Mac, `¡` for 1. Elsewhere they
-# are alt and the digit, as xterm, tmux and most Linux terminals send them.
-
-
-def let_alt_digits_through(sequences: Mapping[str, object]) -> None:
-    """Take the nine out of Textual's table of key sequences, unless this is a Mac."""
-    assert isinstance(sequences, dict)
-    if sys.platform != "darwin":
-        for digit in "123456789":
-            sequences.pop("\x1b" + digit, None)
 
 
 class RemoteApp(TermgenApp):

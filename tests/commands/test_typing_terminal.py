@@ -70,3 +70,23 @@ async def test_clicks_tab_and_ctrl_c_lose_nothing(
     async with foreign_server(chunk("an answer", finish="stop"), done()) as server:
         await asyncio.to_thread(chat, server.url)
     assert questions(environment) == ["one", "whyc2", "a draft"]
+
+
+async def test_alt_keys_of_a_plain_terminal_are_commands(
+    terminal: Open, environment: dict[str, str]
+) -> None:
+    def chat(url: str) -> None:
+        screen = terminal("chat", "--url", url)
+        screen.wait_for(lambda _: "Ask anything" in screen.plain)
+        screen.send("one\r")
+        screen.wait_for(lambda _: answered(environment) == ["one"])
+        screen.send(ESC + "r")
+        screen.wait_for(lambda _: answered(environment) == ["one", "one"])
+        screen.send("two" + ESC + "\rlines\r")
+        screen.wait_for(lambda _: answered(environment)[2:] == ["two\nlines"])
+        screen.send(CTRL_Q)
+        assert screen.wait() == 0
+
+    async with foreign_server(chunk("an answer", finish="stop"), done()) as server:
+        await asyncio.to_thread(chat, server.url)
+    assert questions(environment) == ["one", "one", "two\nlines"]

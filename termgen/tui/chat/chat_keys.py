@@ -102,7 +102,7 @@ KEYS = [
         tooltip="Put the last message that waits to be sent back into the prompt (or up)",
     ),
     Binding(
-        "alt+f",
+        "alt+g",
         "fit",
         "Leave out oldest turns",
         show=False,

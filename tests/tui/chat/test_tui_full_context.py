@@ -67,10 +67,10 @@ async def test_a_full_chat_goes_on_without_its_oldest_turns(make: Any) -> None:
         await ready(app, pilot)
         number = await fill(app, pilot)
         text = shown(app)
-        assert "The context is full" in text and "alt+f goes on without the oldest turns" in text
+        assert "The context is full" in text and "alt+g goes on without the oldest turns" in text
         assert "maximum context length" not in text and "completion" not in text
         assert app.chat.prompt.text == f"q{number} {LONG}"
-        await pilot.press("alt+f")
+        await pilot.press("alt+g")
         await wait_until(pilot, lambda: len(app.chat.conversation.turns) == number)
         await wait_until(pilot, lambda: not app.chat.is_streaming)
         left_out = app.chat.conversation.num_left_out
@@ -134,7 +134,7 @@ async def test_an_answer_that_ends_with_the_context_offers_the_same() -> None:
         await ask(app, pilot, "q")
         stats = app.chat.conversation.turns[0].stats
         assert stats.context_tokens >= LIMIT - 1, stats.context_tokens
-        assert "The context is full" in shown(app) and "alt+f" in shown(app)
+        assert "The context is full" in shown(app) and "alt+g" in shown(app)
 
 
 async def test_what_is_left_out_is_kept_with_the_chat(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ async def test_what_is_left_out_is_kept_with_the_chat(tmp_path: Path) -> None:
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
         number = await fill(app, pilot)
-        await pilot.press("alt+f")
+        await pilot.press("alt+g")
         await wait_until(pilot, lambda: len(app.chat.conversation.turns) == number)
         await wait_until(pilot, lambda: not app.chat.is_streaming)
         left_out = app.chat.conversation.num_left_out

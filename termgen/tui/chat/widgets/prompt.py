@@ -24,12 +24,12 @@ class Prompt(SafeTextArea):
             "enter", "submit", "Send", show=False, id="prompt.send", tooltip="Send the message"
         ),
         Binding(
-            "ctrl+j",
+            "ctrl+j,alt+enter",
             "newline",
             "New line",
             show=False,
             id="prompt.newline",
-            tooltip="Break the line (also shift+enter where the terminal sends it)",
+            tooltip="Break the line",
         ),
     ]
 
@@ -69,8 +69,6 @@ class Prompt(SafeTextArea):
         elif event.key in ("up", "down"):  # synchronous, since enter may follow
             action = f"cursor_{event.key}"
         else:
-            if event.key.startswith("alt+"):
-                event.prevent_default()  # may be bound, although some terminals send a letter too
             return
         event.stop()
         event.prevent_default()
