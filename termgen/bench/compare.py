@@ -27,6 +27,8 @@ FEWEST_SAMPLES = 8
 FEWEST_FOR_P99 = 100
 """With fewer samples the interval is meaningless."""
 FAILED = "failed requests"
+SAME_SHARE = 0.02
+"""Largest difference of the shares of cached tokens that counts as none."""
 
 STATISTICS: dict[str, Statistic] = {
     "mean": lambda rows: np.mean(rows, axis=1),
@@ -279,7 +281,21 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     pairs += [(name, options[0][name], options[1][name]) for name in names]
     machines = _settings(first, "machine"), _settings(second, "machine")
     pairs += [(name, machines[0].get(name), machines[1].get(name)) for name in ("cpu", "cores")]
-    return [f"{name}: {a} in A, {b} in B" for name, a, b in pairs if a != b]
+    found = [f"{name}: {a} in A, {b} in B" for name, a, b in pairs if a != b]
+    shares = _cached_share(first), _cached_share(second)
+    if shares[0] is not None and shares[1] is not None and abs(shares[0] - shares[1]) > SAME_SHARE:
+        found.append(
+            f"prompt tokens found in the prefix cache: {shares[0]:.1%} in A, {shares[1]:.1%} in B, "
+            "so the times to first token are of different work"
+        )
+    return found
+
+
+def _cached_share(content: dict[str, Any]) -> float | None:
+    """Share of the prompts' tokens that were in the prefix cache; None if the file lacks it."""
+    cached, total = content.get("total_cached_tokens"), content.get("total_input_tokens")
+    is_known = isinstance(cached, int) and isinstance(total, int) and total > 0
+    return cached / total if is_known else None  # type: ignore[operator]
 
 
 def _settings(content: dict[str, Any], name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ from termgen.bench.serve_result import ServeResult, make_result
 from termgen.bench.server_api import ServedModel, ServerApi, choose_model, error_text
 from termgen.bench.stream_client import Target
 from termgen.errors import EngineError
+
+SALTED_SERVERS = frozenset({"termgen", "vllm"})
+"""Owners of models whose servers know `cache_salt`; others may refuse it."""
+MOST_CACHED = 0.05
+"""Share of prompt tokens above which prompts with nothing in common were sent before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,24 @@ class ServeRun:
             found["screen_share"] = self.screen_share
         return found
 
+    @property
+    def cached_share(self) -> float | None:
+        """Share of the prompts' tokens that were in the prefix cache, as the server counted."""
+        server = self.server or {}
+        if "cached_tokens" not in server or not server.get("prompt_tokens"):
+            return None
+        return server["cached_tokens"] / server["prompt_tokens"]
+
     def warnings(self) -> list[str]:
         found = self.result.warnings()
+        options = self.result.options
+        have_common = options.dataset_name != "random" or options.random_prefix_len
+        if not have_common and (self.cached_share or 0.0) > MOST_CACHED:
+            found.append(
+                f"{self.cached_share:.0%} of the prompt tokens were in the server's prefix cache, "
+                "though no two prompts begin alike: the server had these prompts before; restart "
+                "it or choose another --seed"
+            )
         is_whole = not self.result.num_cut_off and not any(self.result.errors)
         if self.server is not None and self.result.is_counted and is_whole:
             for name, ours in (
@@ -79,6 +101,8 @@ class ServeBench:
         self.model = model
         self._token_pool = token_pool
         self._options = options
+        self._salt = ""
+        """Keeps the prefixes of this run apart from those of others in the server's cache."""
 
     @classmethod
     async def connect(
@@ -127,6 +151,7 @@ class ServeBench:
         Raises `Stopped` if `stop` comes before the first answer."""
         prompts = make_prompts(options, seed=seed)
         check_fits(prompts, self.model.max_model_len)
+        self._salt = secrets.token_hex(8)
         await self.warm_up(prompts, seed=seed, stop=stop)
         due = _due(options, prompts, seed=seed)
         before = await self._api.counts()
@@ -171,6 +196,8 @@ class ServeBench:
         fields: dict[str, Any] = {"temperature": options.temperature}
         if options.runs_to_full_length:
             fields["ignore_eos"] = True
+        if self.model.owner in SALTED_SERVERS:
+            fields["cache_salt"] = self._salt
         return fields | options.extra_fields()
 
 
