@@ -197,7 +197,7 @@ def _plain_chat(
         from termgen.commands.remote_command import read_target
 
         target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
-        return run_plain(*server_elsewhere(target, plain=True), ui)
+        return run_plain(*server_elsewhere(target, ui, plain=True), ui)
     return run_plain(*own_engine(config, plain=True), ui)
 
 

@@ -194,8 +194,7 @@ def _given(layers: SettingLayers) -> dict[str, Any]:
 
 
 def _completed(layers: SettingLayers, model: ModelInfo) -> SamplingParams:
-    """Sampling parameters from the flags over the model's defaults. A server does not report its
-    defaults; termgen's are sent instead."""
+    """Sampling parameters from the flags over the model's defaults."""
     known = {f.name for f in fields(SamplingParams)}
     defaults = {name: value for name, value in model.default_params.items() if name in known}
     return SamplingParams(**{**defaults, **_given(layers)})
@@ -361,11 +360,11 @@ async def _run_remote(args: argparse.Namespace, asked: Input, layers: SettingLay
 
     own = ("model", "seed")
     target = read_target(args.url, args.api_key, layers, wait_s=args.wait, own=own)
-    holder = RemoteHolder(target)
+    params = read_params(layers)
+    holder = RemoteHolder(target, given=_given(layers).keys())
     try:
         with TerminalProgress() as progress:
             client = await holder.start(progress.of_server)
-        params = _completed(layers, client.model)
         prompt = asked.prompt(has_chat_template=True)
         answer, code = await stream_remote(client, prompt, params, show=not args.json)
         if args.json:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 REQUEST_ID = "inline"
+ASKED_FOR = ("temperature", "top_p", "max_tokens")
+"""Settings of the user's that go into a request."""
 MAX_PIPED_BYTES = 2 * 2**20
 """About half a million tokens."""
 
@@ -89,12 +91,16 @@ def own_engine(config: EngineConfig, *, plain: bool = False) -> tuple[Start, Sto
     return start, holder.stop
 
 
-def server_elsewhere(target: RemoteTarget, *, plain: bool = False) -> tuple[Start, Stop]:
-    """(start, stop) functions of a remote server."""
+def server_elsewhere(
+    target: RemoteTarget, ui: UIConfig, *, plain: bool = False
+) -> tuple[Start, Stop]:
+    """(start, stop) functions of a remote server, whose own sampling defaults apply to what the
+    user has not set."""
     from termgen.commands.remote_command import RemoteHolder
     from termgen.library.progress import TerminalProgress
 
-    holder = RemoteHolder(target)
+    given = [name for name in ASKED_FOR if getattr(ui, name) is not None]
+    holder = RemoteHolder(target, given=given)
 
     async def start() -> EngineClient:
         with TerminalProgress(plain=plain) as progress:
@@ -110,7 +116,7 @@ def run_inline(question: str, config: EngineConfig, ui: UIConfig) -> int:
 
 def run_remote_inline(question: str, target: RemoteTarget, ui: UIConfig) -> int:
     """Answer with a remote server."""
-    return _run(question, ui, *server_elsewhere(target))
+    return _run(question, ui, *server_elsewhere(target, ui))
 
 
 def _say_nothing(stage: str, fraction: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +57,14 @@ def read_target(
 class RemoteHolder:
     """The client of one chat, with the start and stop functions that screens take."""
 
-    def __init__(self, target: RemoteTarget) -> None:
+    def __init__(self, target: RemoteTarget, *, given: Collection[str] | None = None) -> None:
+        """given: sampling parameters to send, the server has its own for the others; None: all."""
         from termgen.commands.top_command import read_key
         from termgen.remote.models import normal_url
 
         normal_url(target.url)  # report a bad URL on the plain terminal
         self._target = target
+        self._given = given
         self._admin_key = read_key(None)
         self._client: RemoteClient | None = None
         self._described: ModelInfo | None = None
@@ -80,6 +82,7 @@ class RemoteHolder:
             report=on_progress,
             wait_s=target.wait_s,
         )
+        self._client.given = self._given
         return self._client
 
     async def stop(self) -> None:

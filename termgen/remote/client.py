@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -79,6 +79,8 @@ class RemoteClient:
         self._ids = itertools.count(1)
         self._paused = False
         self._sleep_level = 0
+        self.given: Collection[str] | None = None
+        """Sampling parameters to send, the server's own defaults apply to the others. None: all."""
         self.use_model(models[0].model_id)
 
     @classmethod
@@ -177,6 +179,7 @@ class RemoteClient:
             dialect=self.dialect,
             priority=priority,
             cache_salt=cache_salt,
+            given=self.given,
         )
         request_id = request_id or f"remote-{next(self._ids)}"
         answer = AnswerReader(request_id, params.n, call.is_chat, time.perf_counter_ns())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,8 @@ EXTRAS = (
     "allowed_token_ids",
     "bad_words",
 )
+WITH_DEFAULTS = frozenset({"temperature", "top_p", *NUMBERS, *MODEL_NUMBERS})
+"""Parameters that are sent though they are neutral: a server may have other defaults for them."""
 LLAMA_CPP_NAMES = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
 
 
@@ -84,8 +86,12 @@ def build_call(
     dialect: Dialect,
     priority: int = 0,
     cache_salt: str | None = None,
+    given: Collection[str] | None = None,
 ) -> Call:
-    """Build the request. Raises `RequestError` naming a field that the server does not know."""
+    """Build the request. Raises `RequestError` naming a field that the server does not know.
+
+    given: parameters that the user set; the server's own defaults apply to the others. None: all.
+    """
     is_chat = isinstance(prompt, ChatPrompt)
     body: dict[str, Any] = {
         "model": model,
@@ -96,6 +102,9 @@ def build_call(
         **_extra_fields(params, dialect),
         **_format_fields(params, dialect),
     }
+    if given is not None:
+        for name in WITH_DEFAULTS - set(given):
+            body.pop(name, None)
     if priority:
         _need(dialect, "priority")
         body["priority"] = priority

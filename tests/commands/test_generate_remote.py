@@ -7,12 +7,13 @@ import json
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_harness import nobodys_settings, one_line_error, process, run
-from fake_engine import FakeEngine, Script
+from fake_engine import FakeEngine, Script, make_model_info
 from foreign_server import chunk, done, foreign_server
 from server_harness import ANSWER, serving
 
@@ -178,3 +179,30 @@ def test_a_loading_server_is_waited_for_in_plain_lines() -> None:
             out, err = child.communicate(timeout=60)
     assert (child.returncode, out) == (0, ANSWER + "\n")
     assert err == "termgen: the server: loading weights\n"
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "generate": ("generate", "Hi"),
+    "inline": ("chat", "--inline", "Hi"),
+    "plain": ("chat", "--plain"),
+}
+
+
+@pytest.mark.parametrize("argv", COMMANDS.values(), ids=COMMANDS)
+def test_the_servers_defaults_apply_to_what_was_not_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    own = {"temperature": 0.2, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+    engine = FakeEngine(model=make_model_info(default_params=own))
+    piped = "Hi\n" if "--plain" in argv else ""
+    with in_thread(lambda: serving(engine)) as url:
+        for flags, changed in (
+            ((), {}),
+            (("--temperature", "0.5"), {"temperature": 0.5}),
+            (("--top-p", "1"), {"top_p": 1.0}),
+        ):
+            monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(piped.encode())))
+            code, _, err = run(capsys, *argv, "--url", url, *flags)
+            assert (code, err) == (0, "")
+            params = engine.calls[-1].params
+            assert {name: getattr(params, name) for name in own} == own | changed

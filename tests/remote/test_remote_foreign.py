@@ -172,3 +172,16 @@ async def test_servers_that_are_not_there_or_not_servers() -> None:
             await server.aclose()
             with pytest.raises(EngineError, match="no server at"):
                 await read_all(client)
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+def test_only_given_parameters_are_sent_where_the_server_has_defaults(dialect: Dialect) -> None:
+    params = SamplingParams(temperature=0.3, max_tokens=9)
+    bodies = [
+        build_call(CHAT, params, model="m", dialect=dialect, given=given).body
+        for given in ((), ("temperature",), None)
+    ]
+    assert [body.get("temperature") for body in bodies] == [None, 0.3, 0.3]
+    assert [body.get("top_p") for body in bodies] == [None, None, 1.0]
+    assert [("top_k" in body) for body in bodies] == [False, False, dialect.knows_all]
+    assert {body["max_tokens"] for body in bodies} == {9}
