@@ -109,7 +109,7 @@ MAX_BATCH = 4096
 """Limit for the events of one frame."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # two listeners may be at the same place
 class Listener:
     """One listener's place: the number of the newest event it has."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fake_engine import FakeEngine, make_snapshot, make_step_record
 from real_server import serving_tiny
 from server_harness import chat_body, eventually, serving, socket_client
 
+from termgen.errors import OverloadedError
 from termgen.serving import event_hub, event_routes
 from termgen.serving.event_hub import EncodedSnapshot, Snapshots
 from termgen.vocabulary.events import (
@@ -366,3 +367,40 @@ async def test_pings_and_keys_and_the_servers_end() -> None:
                 rest = [chunk async for chunk in data]  # ends without an error
                 assert all(chunk.startswith((b": ping", b"event: ")) for chunk in rest)
                 await stopping
+
+
+@pytest.mark.parametrize("first_to_leave", [0, 1])
+async def test_listeners_at_the_same_place_leave_in_any_order(first_to_leave: int) -> None:
+    """After the first leaves, the other goes on: it must not have been taken for it."""
+    engine = FakeEngine()
+    hub = event_hub.EventHub(engine)
+    listeners = [hub.join(None)[0] for _ in range(2)]
+    left, stays = listeners[first_to_leave], listeners[1 - first_to_leave]
+    hub.leave(left)
+    engine.bus.publish(make_step_record())
+    assert hub.read(stays)[0] == 1
+    hub.leave(stays)
+    for _ in range(event_hub.MAX_LISTENERS):
+        hub.join(None)
+    with pytest.raises(OverloadedError):
+        hub.join(None)
+    hub.close()
+
+
+@pytest.mark.parametrize("first_to_leave", [0, 1])
+async def test_two_watchers_quit_in_any_order(
+    first_to_leave: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_hub, "LINGER_S", 0.05)
+    engine = FakeEngine()
+    async with socket_client(engine) as client:
+        before = len(engine.bus._rings)
+        async with AsyncExitStack() as other:
+            watchers = [AsyncExitStack(), AsyncExitStack()]
+            streams = [await each.enter_async_context(listening(client)) for each in watchers]
+            other.push_async_exit(watchers[1 - first_to_leave])
+            await watchers[first_to_leave].aclose()
+            engine.bus.publish(make_step_record())
+            await streams[1 - first_to_leave].until(Events)
+        await eventually(lambda: len(engine.bus._rings) == before)
+    assert not [record for record in caplog.records if record.exc_info]
