@@ -197,3 +197,30 @@ def test_other_refusals_are_no_full_context() -> None:
     raw = json.dumps({"error": {"message": "temperature: context must be set"}}).encode()
     failure = failure_of("http://x", "/v1/chat/completions", 400, raw, {}, sent_key=True)
     assert isinstance(failure, RequestError) and not isinstance(failure, ContextLengthError)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_the_view_follows_an_answer_below_a_notice(stays: bool) -> None:
+    """The notice about turns left out is put above a question that is being answered. A view of an
+    earlier place stays there."""
+    engine = chat_engine()
+    app = FrozenApp(engine, ui=UIConfig())
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await fill(app, pilot)
+        lines = tuple(f"line {n}\n\n" for n in range(40))
+        engine._script = Script(pieces=lines, delay_s=0.01)
+        await pilot.press("alt+g")
+        transcript = app.chat.transcript
+        await wait_until(pilot, lambda: "no longer sent" in shown(app))
+        if not stays:
+            await pilot.press("shift+pageup")
+            await pilot.pause()
+            place = transcript.scroll_offset.y
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
+        await pilot.pause()
+        assert "line 39" in shown(app)
+        if stays:
+            assert transcript.at_end and "more below" not in app.chat.status.text
+        else:
+            assert transcript.scroll_offset.y == place < transcript.max_scroll_y

@@ -203,7 +203,9 @@ class Transcript(ScrollView, can_focus=False):
         return tuple(self._entries)
 
     def set_entries(self, entries: Sequence[Entry]) -> None:
-        """Show these entries. Leading ones that are shown already are not laid out again."""
+        """Show these entries. Leading ones that are shown already are not laid out again. A view of
+        the end stays at the end."""
+        follow = self.at_end
         pairs = zip(self._entries, entries, strict=False)
         same = next((i for i, (old, new) in enumerate(pairs) if old is not new), None)
         if same is None:
@@ -221,6 +223,8 @@ class Transcript(ScrollView, can_focus=False):
             self._starts.append(start + len(fresh))
             fresh += rows
         self._replace_from(start, fresh)
+        if follow:
+            self.to_end()
 
     def add(self, entry: Entry) -> None:
         """Append an entry and scroll to the end of the sheet."""
