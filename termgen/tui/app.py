@@ -7,6 +7,7 @@ the themes, the global keys and the command palette; it knows an engine only as 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import termios
 import time
@@ -31,6 +32,7 @@ from textual.widgets import TextArea
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
+from termgen.system.clipboard import copy_with_program
 from termgen.tui import actions
 from termgen.tui.chat.chat_keys import COPY_KEYS
 from termgen.tui.chat.chat_screen import ChatScreen
@@ -477,9 +479,8 @@ class TermgenApp(KeyedApp):
         twice, quit."""
         selected = self._selected_text()
         if selected:
-            self.copy_to_clipboard(selected)
             self.screen.clear_selection()
-            self.notify("copied")
+            self.copy(selected, "selection")
             return
         now, has_draft = time.monotonic(), False
         if isinstance(self.screen, ChatScreen):
@@ -496,6 +497,26 @@ class TermgenApp(KeyedApp):
         key = self.first_keys["app.interrupt"]
         kept = "the draft is in the history (↑); " if has_draft else ""
         self.notify(f"{kept}press {key} again to quit", timeout=QUIT_WINDOW_S)
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """Copy without a notice, as Textual's fields do when they cut."""
+        self.copy(text, "")
+
+    def copy(self, text: str, what: str) -> None:
+        text = text.encode(errors="replace").decode()  # a remote answer may hold lone surrogates
+        self._clipboard = text  # at once: a field may paste it next
+        self.run_worker(self._copy(text, what), group="copy")
+
+    async def _copy(self, text: str, what: str) -> None:
+        """Copy with a program, else by the terminal. A notice says what has become of `what`."""
+        effect = None
+        if not self.is_web:  # the clipboard is the browser's then
+            effect = await asyncio.to_thread(copy_with_program, text, os.environ)
+        if effect is None:
+            super().copy_to_clipboard(text)
+            effect = "sent to the terminal; it may refuse"
+        if what:
+            self.notify(f"{what} {effect}", markup=False)
 
     def _selected_text(self) -> str | None:
         if isinstance(self.focused, TextArea) and self.focused.selected_text:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 os.environ["TEXTUAL_ANIMATIONS"] = "none"  # read when textual is imported
-os.environ.pop("NO_COLOR", None)
+for name in ("NO_COLOR", "DISPLAY", "WAYLAND_DISPLAY", "TMUX"):  # nor reach a clipboard
+    os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session", autouse=True)

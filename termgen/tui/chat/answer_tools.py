@@ -55,8 +55,7 @@ class AnswerTools:
         if not answer:
             self._view.warn("no answer to copy yet")
             return
-        self._view.copy(answer)
-        self._view.notify("answer copied")
+        self._view.copy(answer, "answer")
 
     def fold_thoughts(self) -> None:
         """Fold or unfold the thoughts of the marked answer, else of the last with any."""
@@ -87,8 +86,7 @@ class AnswerTools:
             if choice is None:
                 return
             if choice.is_copied:
-                self._view.copy(choice.address)
-                self._view.notify(f"copied: {choice.address}")
+                self._view.copy(choice.address, choice.address)
             else:
                 self._open_link(choice.address)
 
@@ -103,8 +101,7 @@ class AnswerTools:
         if app.is_web:
             app.open_url(address)
         elif not await asyncio.to_thread(open_in_browser, address):
-            app.copy_to_clipboard(address)
-            self._view.notify(f"no browser here; copied: {address}")
+            self._view.copy(address, f"no browser here; {address}")
             return
         self._view.notify(f"opening {address}")
 
@@ -170,8 +167,7 @@ class AnswerTools:
     def _copy(self, number: int, blocks: Sequence[CodeBlock]) -> None:
         block = self._block(number, blocks)
         if block is not None:
-            self._view.copy(block.code)
-            self._view.notify(f"code block {number} copied")
+            self._view.copy(block.code, f"code block {number}")
 
     def _block(self, number: int, blocks: Sequence[CodeBlock]) -> CodeBlock | None:
         if 1 <= number <= len(blocks):

@@ -16,7 +16,7 @@ from textual.worker import Worker
 from termgen.tui.chat.widgets.entries import NoticeEntry
 from termgen.tui.chat.widgets.prompt_area import PromptArea
 from termgen.tui.chat.widgets.transcript import Transcript
-from termgen.tui.keys.keymap import key_of
+from termgen.tui.keys.keymap import KeyedApp, key_of
 from termgen.tui.paint.canvas import Canvas, Painter
 from termgen.tui.paint.sanitize import clean_line
 
@@ -62,6 +62,8 @@ class ChatView:
     def refuse(self, reason: object) -> None:
         self.screen.notify(clean_line(str(reason)), severity="error", markup=False)
 
-    def copy(self, text: str) -> None:
-        """Copy to the clipboard. A remote answer may hold lone surrogates."""
-        self.screen.app.copy_to_clipboard(text.encode(errors="replace").decode())
+    def copy(self, text: str, what: str) -> None:
+        """Copy to the clipboard. A notice says what has become of `what`."""
+        app = self.screen.app
+        assert isinstance(app, KeyedApp)
+        app.copy(text, what)

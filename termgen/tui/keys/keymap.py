@@ -172,6 +172,10 @@ class KeyedApp(App[None]):
     first_keys: Mapping[str, str]
     """First key of each binding, as people read it, by the binding's name."""
 
+    def copy(self, text: str, what: str) -> None:
+        """Copy `text` to the clipboard. A notice says what has become of `what`."""
+        raise NotImplementedError
+
 
 def key_of(node: DOMNode, name: str) -> str:
     app = node.app
