@@ -42,7 +42,8 @@ from termgen.tui.dashboard.pages.overview import LiveState
 from termgen.tui.dashboard.pages.requests import requests_panel, row_at
 from termgen.tui.dashboard.state.event_reader import EventReader
 from termgen.tui.dashboard.state.log import Level
-from termgen.tui.dashboard.state.store import DashboardView, as_of
+from termgen.tui.dashboard.state.past import as_of
+from termgen.tui.dashboard.state.store import DashboardView
 from termgen.tui.feeds.feed import EngineFeed
 from termgen.tui.feeds.gpu_meter import GpuHistory, GpuWatch
 from termgen.tui.keys.keymap import KeyedApp, key_of
@@ -84,6 +85,10 @@ class DashboardScreen(CanvasScreen):
         self._event_reader = EventReader(client, now_ns)
         self._view: DashboardView = self._event_reader.store.view(now_ns())
         self._lanes = self._event_reader.store.history
+        self._kept = self._event_reader.store.kept()
+        """What there is to step back through, since the display was frozen."""
+        self._past: tuple[DashboardView, int, DashboardView] | None = None
+        """(view, steps back, the view at that step)."""
         self._shown_trouble = ""
         self._observed: tuple[int, int] | None = None
         self._observer_share: float | None = None
@@ -104,14 +109,16 @@ class DashboardScreen(CanvasScreen):
         )
         with Column(id="overview"):
             yield Canvas(
-                lambda w, h: overview.numbers_lines(self._then, w, h, self._gpus), id="numbers"
+                lambda w, h: overview.numbers_lines(self._then, w, h, self._gpus_then), id="numbers"
             )
             with Line(id="tiles"):
                 yield Canvas(self._framed(overview.decode_tile), id="decode")
                 yield Canvas(self._framed(overview.prefill_tile), id="prefill")
                 yield Canvas(self._framed(overview.latency_tile), id="latency")
                 yield Canvas(
-                    lambda w, h: overview.gauges_tile(self._then, self._frame(w, h), self._gpus),
+                    lambda w, h: overview.gauges_tile(
+                        self._then, self._frame(w, h), self._gpus_then
+                    ),
                     id="gauges",
                 )
             yield Canvas(self._paint_batch, id="batch")
@@ -171,7 +178,9 @@ class DashboardScreen(CanvasScreen):
         self._view = store.view(self._now_ns(), window_s=self._window_s)
         self._gpus = self._gpu.history
         self.set_class(bool(self._gpus), "-gpu")
-        self._lanes = store.history.copy() if self._paused else store.history
+        self._lanes = store.history
+        if self._paused:
+            self._keep()
         if self._lanes.get(self._selected) is None:  # of another engine, or not yet there
             self._selected, self._first_row = None, 0
 
@@ -282,7 +291,7 @@ class DashboardScreen(CanvasScreen):
     def _mark_row(self, y: int) -> None:
         """Mark the request of a row of the table; show it when it is marked already."""
         frame = self._frame(*self.query_one("#requests", Canvas).size)
-        row = row_at(y, self._view, frame, first=self._first_row)
+        row = row_at(y, self._then, frame, first=self._first_row)
         if row is not None and row.request_id == self._selected:
             self.action_page("request")
         elif row is not None:
@@ -308,10 +317,15 @@ class DashboardScreen(CanvasScreen):
 
     def _freeze(self, paused: bool) -> None:
         if paused and not self._paused:
-            self._lanes = self._lanes.copy()
+            self._keep()
         self._paused = paused
         if self._event_reader.replay is not None:
             self._event_reader.replay.stop(paused)
+
+    def _keep(self) -> None:
+        """Take copies of what goes on changing while the display is frozen."""
+        store = self._event_reader.store
+        self._lanes, self._kept = store.history.copy(), store.kept()
 
     def action_seek(self, seconds: int) -> None:
         if self._is_recording():
@@ -354,7 +368,7 @@ class DashboardScreen(CanvasScreen):
         if self._pages.move(self._page, rows=by):
             self.paint()
             return
-        ids = [row.request_id for row in self._view.requests]
+        ids = [row.request_id for row in self._then.requests]
         if not ids:
             return
         if self._selected in ids:
@@ -396,7 +410,7 @@ class DashboardScreen(CanvasScreen):
     def _framed(
         self, renderer: Callable[[DashboardView, Frame], list[Row]]
     ) -> Callable[[int, int], Sequence[Row]]:
-        return lambda width, height: renderer(self._view, self._frame(width, height))
+        return lambda width, height: renderer(self._then, self._frame(width, height))
 
     def _paint_header(self, width: int, _height: int) -> Sequence[Row]:
         live = LiveState(
@@ -408,24 +422,35 @@ class DashboardScreen(CanvasScreen):
             trouble=self._event_reader.trouble,
             replay=self._event_reader.replay.words if self._event_reader.replay else "",
         )
-        return [overview.header(self._client.model, self._view, live, width)]
+        return [overview.header(self._client.model, self._then, live, width)]
 
     @property
     def _then(self) -> DashboardView:
-        """The view with the counters of the marked step, if an earlier one is marked."""
-        return as_of(self._view, self._back) if self._back else self._view
+        """The view at the marked step, if an earlier one is marked."""
+        view, back = self._view, self._back
+        if not back:
+            return view
+        if self._past is None or self._past[0] is not view or self._past[1] != back:
+            self._past = (view, back, as_of(view, back, self._kept, self._lanes))
+        return self._past[2]
+
+    @property
+    def _gpus_then(self) -> GpuHistory:
+        if not self._then.is_past:
+            return self._gpus
+        return tuple(reading for reading in self._gpus if reading.time_ns <= self._then.now_ns)
 
     def _paint_batch(self, width: int, height: int) -> Sequence[Row]:
         frame = self._frame(width, height)
-        return batch_panel(self._view, frame, self.palette.glyphs, cursor=self._back)
+        return batch_panel(self._then, frame, self.palette.glyphs, cursor=self._back)
 
     def _paint_blocks(self, width: int, height: int) -> Sequence[Row]:
         frame, glyphs = self._frame(width, height), self.palette.glyphs
-        return kv_panel(self._view, frame, glyphs, selected=self._selected)
+        return kv_panel(self._then, frame, glyphs, selected=self._selected)
 
     def _paint_requests(self, width: int, height: int) -> Sequence[Row]:
         return requests_panel(
-            self._view,
+            self._then,
             self._frame(width, height),
             self.palette.glyphs,
             selected=self._selected,
@@ -437,7 +462,8 @@ class DashboardScreen(CanvasScreen):
         if self._page == "overview":
             return ()  # resized after another page had taken its place
         sight = Sight(
-            view=self._view,
+            view=self._then,
+            present=self._view,
             lanes=self._lanes,
             model=self._client.model,
             glyphs=self.palette.glyphs,

@@ -24,6 +24,9 @@ class Sight:
     """The data that pages are drawn from."""
 
     view: DashboardView
+    """The figures at the marked step."""
+    present: DashboardView
+    """The newest figures, for pages that show a request's whole life, or the log."""
     lanes: RequestHistory
     model: ModelInfo
     glyphs: Glyphs
@@ -120,8 +123,8 @@ class Pages:
         first = next((row.request_id for row in sight.view.requests), None)
         return inspector_page(
             sight.lanes.get(sight.selected or first),
-            sight.view.steps,
-            sight.view.now_ns,
+            sight.present.steps,
+            sight.present.now_ns,
             width,
             height,
             sight.glyphs,
@@ -141,7 +144,7 @@ class Pages:
 
     def _log(self, sight: Sight, width: int, height: int) -> Sequence[Row]:
         return log_page(
-            sight.view,
+            sight.present,
             sight.log,
             width,
             height,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ class GpuReading(NamedTuple):
     """Share of the last moment in which something ran."""
     used_bytes: int
     total_bytes: int
+    time_ns: int = 0
 
 
 GpuHistory = Sequence[GpuReading]
@@ -85,7 +87,7 @@ class GpuWatch:
             if reading is None:
                 self._readings.clear()
             else:
-                self._readings.append(reading)
+                self._readings.append(reading._replace(time_ns=time.perf_counter_ns()))
             await asyncio.sleep(READ_S)
 
 

@@ -19,6 +19,7 @@ from tui_harness import (
 )
 
 from termgen.tui.dashboard.state.log import Level, LogBook
+from termgen.tui.dashboard.state.past import as_of
 from termgen.tui.dashboard.state.request_history import RequestHistory
 from termgen.tui.dashboard.state.step_figures import MAX_STEP_BUCKETS, percentile
 from termgen.tui.dashboard.state.store import (
@@ -27,7 +28,6 @@ from termgen.tui.dashboard.state.store import (
     STEP_HISTORY,
     TRACKED_REQUESTS,
     DashboardStore,
-    as_of,
     mode_letter,
     mode_shares,
     padding_share,
@@ -374,6 +374,7 @@ def test_how_things_stood_has_series_that_end_at_the_numbers() -> None:
     assert series.graph_share[-9:].tolist() == [0, 1, 1, 1, 1, 0, 0, 0, 0]
     assert view.graphs.share_recorded == pytest.approx(2 / 3)
     assert (view.num_running, view.kv_usage) == (series.running[-1], series.kv_share[-1])
-    before = as_of(view, 1)
+    kept = store.kept()
+    before = as_of(view, 1, kept, store.history)
     assert (before.num_running, before.num_waiting, before.kv_usage) == (3, 1, 0.5)
-    assert as_of(view, 99).num_running == 2
+    assert as_of(view, 99, kept, store.history).num_running == 2

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from termgen.tui.dashboard.state.kv_cursor import cell_size
 from termgen.tui.dashboard.state.store import DashboardView
-from termgen.tui.paint.formatting import count, percent, rate
+from termgen.tui.paint.formatting import count, percent, plural, rate
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.palette import Glyphs
 from termgen.tui.paint.spans import Row, Span, row_width
@@ -169,7 +169,7 @@ def kv_panel(
     snapshot = view.snapshot
     title: list[Span] = [("KV blocks" if frame.width >= WIDE else "KV", "text/b")]
     if snapshot is None:
-        return frame.draw(title, (), [(("waiting for the engine", "muted"),)])
+        return frame.draw(title, (), [((missing_words(view), "muted"),)])
     rows = max(1, frame.inner_height)
     cell = cell_size(len(snapshot.block_states), frame.inner_width, rows)
     width = frame.inner_width // cell[0]
@@ -183,9 +183,23 @@ def kv_panel(
     per_cell = cells.blocks_per_cell
     scale = f" · {rate(per_cell)}/cell" if per_cell > 1 and frame.width >= WIDE else ""
     title.append((f" · {view.num_blocks:,}".replace(",", " ") + scale, "muted"))
+    title += off_words(view)
     return frame.draw(
         title, kv_legend(view, glyphs, frame.width), map_rows(cells, width, glyphs, cell)
     )
+
+
+def missing_words(view: DashboardView) -> str:
+    """Why there is no snapshot."""
+    return "not kept for this step" if view.is_past else "waiting for the engine"
+
+
+def off_words(view: DashboardView) -> list[Span]:
+    """How far the snapshot is from the marked step, if it is not of that step."""
+    off = view.snapshot_off
+    if not off:
+        return []
+    return [(f" · {plural(abs(off), 'step')} {'later' if off > 0 else 'before'}", "warn")]
 
 
 def kv_legend(view: DashboardView, glyphs: Glyphs, width: int) -> list[Span]:
@@ -202,7 +216,7 @@ def kv_legend(view: DashboardView, glyphs: Glyphs, width: int) -> list[Span]:
     if gone := len(just_evicted(view)):
         parts.insert(0, (glyphs.kv_evicted, "kv-evicted", "just evicted", gone))
     used: list[Span] = [(percent(view.kv_usage), "text/b"), (" used", "muted")]
-    room = width - TITLE_ROOM
+    room = width - TITLE_ROOM - row_width(tuple(off_words(view)))
     forms = (
         [*_named(parts, "  "), *used],
         [*_named(parts, " "), *used],

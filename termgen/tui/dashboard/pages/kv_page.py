@@ -14,6 +14,8 @@ from termgen.tui.dashboard.pages.kv_map import (
     kv_cells,
     kv_legend,
     map_rows,
+    missing_words,
+    off_words,
     owner_index,
 )
 from termgen.tui.dashboard.state.kv_cursor import KvCursor
@@ -52,13 +54,14 @@ def kv_page(
     title: list[Span] = [("KV blocks", "text/b")]
     snapshot = view.snapshot
     if snapshot is None:
-        return frame.draw(title, (), [(("waiting for the engine", "muted"),)])
+        return frame.draw(title, (), [((missing_words(view), "muted"),)])
     first = first_block(snapshot.block_states)
     num_blocks = len(snapshot.block_states) - first
     rows = max(1, frame.inner_height - UNDER_THE_MAP)
     cursor.fit(num_blocks, frame.inner_width, rows)
     shown = slice(first + cursor.first, first + cursor.end)
     title.append((f" · {num_blocks:,}".replace(",", " "), "muted"))
+    title += off_words(view)
     if cursor.per_cell > 1:
         title.append((f" · {count(cursor.per_cell)} in a cell", "muted"))
     if cursor.end - cursor.first < num_blocks:
@@ -79,7 +82,7 @@ def kv_page(
             body[y] = reversed_cell(body[y], x)
     body += [()] * (rows - len(body))
     body.append(_under_cursor(snapshot, first, cursor, just_evicted(view)))
-    body += tick_rows(view.steps, frame.inner_width)
+    body += tick_rows(view.steps_so_far, frame.inner_width)
     # the corners, and the blanks beside both texts
     room = frame.width - row_width(tuple(title)) + 8
     return frame.draw(title, kv_legend(view, glyphs, room), body)

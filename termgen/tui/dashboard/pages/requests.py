@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from termgen.tui.dashboard.pages.kv_map import missing_words, off_words
 from termgen.tui.dashboard.state.store import DashboardView, RequestRow
 from termgen.tui.paint.formatting import age, brief_id, count, rate
 from termgen.tui.paint.frame import Frame
@@ -63,7 +64,10 @@ def requests_panel(
         ("requests", "text/b"),
         (f" · {view.num_running} running  {view.num_waiting} waiting", "muted"),
     ]
+    title += off_words(view)
     right: list[Span] = [(f"{count(view.num_finished)} finished", "muted")]
+    if view.is_past and view.snapshot is None:
+        return frame.draw(title, (), [(), ((missing_words(view), "muted"),)])
     if not view.requests:
         return frame.draw(title, right, _empty(view, frame.inner_width, has_chat=has_chat))
     width = frame.inner_width

@@ -186,6 +186,10 @@ class StepFigures:
         known = buckets > self._newest - self._size
         np.maximum.at(self._series[row], buckets[known] % self._size, took_ms[known])
 
+    def reaches(self, time_ns: int) -> bool:
+        """True if this far back is still kept, or nothing was older."""
+        return time_ns // BUCKET_NS > self._newest - self._size
+
     def _reach(self, bucket: int) -> None:
         """Make room for a newer bucket than there was."""
         ahead = min(bucket - self._newest, self._size) if self._newest >= 0 else self._size

@@ -6,11 +6,13 @@ The dashboard screen feeds it and passes the resulting `DashboardView` to the re
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -85,10 +87,11 @@ class GraphStats:
         self._reasons: Counter[tuple[str, str]] = Counter()
         self._figures: GraphFigures | None = GraphFigures()
 
-    def add(self, steps: Sequence[StepRecord]) -> None:
-        """Many steps are alike: those are counted at once."""
+    def add(self, steps: Sequence[StepRecord], *, sign: int = 1) -> None:
+        """Many steps are alike: those are counted at once. sign: -1 takes them out again."""
         self._figures = None
-        for (mode, reason, decode, prefill, padded), number in Counter(map(_KIND, steps)).items():
+        for (mode, reason, decode, prefill, padded), count in Counter(map(_KIND, steps)).items():
+            number = sign * count
             self._modes[mode] += number
             if reason:
                 self._count_reason(mode, reason, number)
@@ -109,14 +112,25 @@ class GraphStats:
     @property
     def figures(self) -> GraphFigures:
         if self._figures is None:
-            sizes = [SizeFigures(mode, size, *c) for (mode, size), c in self._sizes.items()]
+            known = {key: c for key, c in self._sizes.items() if c[0]}
+            sizes = [SizeFigures(mode, size, *c) for (mode, size), c in known.items()]
             self._figures = GraphFigures(
                 num_steps=sum(self._modes.values()),
-                modes=tuple(self._modes.most_common()),
+                modes=tuple((mode, n) for mode, n in self._modes.most_common() if n),
                 sizes=tuple(sorted(sizes, key=lambda s: (-s.hits, s.mode, s.size))),
-                reasons=tuple((m, why, n) for (m, why), n in self._reasons.most_common()),
+                reasons=tuple((m, why, n) for (m, why), n in self._reasons.most_common() if n),
             )
         return self._figures
+
+
+def graphs_before(figures: GraphFigures, later: Sequence[StepRecord]) -> GraphFigures:
+    """The counts without those of later steps."""
+    stats = GraphStats()
+    stats._modes = Counter(dict(figures.modes))
+    stats._sizes = {(s.mode, s.size): [s.hits, s.tokens, s.padded] for s in figures.sizes}
+    stats._reasons = Counter({(mode, why): number for mode, why, number in figures.reasons})
+    stats.add(later, sign=-1)
+    return stats.figures
 
 
 HISTORY_BUCKETS = 480
@@ -130,6 +144,10 @@ KEPT_S = HISTORY_BUCKETS * BUCKET_NS // 1_000_000_000
 """How far back times are known: of steps and gaps, 30 s of it are shown unless one asks for more;
 of what comes but once a request, all."""
 FINISHED_KEPT = 64
+SNAPSHOT_BYTES = 32 * 2**20
+"""Memory for past snapshots, to step back through."""
+ROW_BYTES = 64 * 1024
+"""Allowance for the requests of a snapshot."""
 TRACKED_REQUESTS = 2048
 STEP_TOKENS = attrgetter("num_prefill_tokens", "num_decode_rows", "num_padded_tokens")
 _MODE = attrgetter("graph_mode")
@@ -141,6 +159,7 @@ class HostReading(NamedTuple):
     cores: float
     """Cores that it kept busy since the reading before."""
     resident_bytes: int
+    time_ns: int = 0
 
 
 class RequestRow(NamedTuple):
@@ -207,6 +226,10 @@ class DashboardView:
     """Processors that the engine may run on; 0 where it is not known."""
     window_s: int | None = None
     """How far back the series go; None: as many of their points as there is room for."""
+    is_past: bool = False
+    """The figures are those of an earlier step; `steps` has the later ones too."""
+    snapshot_off: int = 0
+    """Steps from the marked one to the snapshot of a past view; 0: it was taken at that step."""
 
     @property
     def num_blocks(self) -> int:
@@ -228,8 +251,37 @@ class DashboardView:
         return bool(self.steps or seen_before)
 
     @property
+    def steps_so_far(self) -> tuple[StepRecord, ...]:
+        """The steps up to the time of this view."""
+        if not self.is_past:
+            return self.steps
+        return self.steps[: bisect_right(self.steps, self.now_ns, key=attrgetter("applied_ns"))]
+
+    @property
     def last_step(self) -> StepRecord | None:
         return self.steps[-1] if self.steps else None
+
+
+class Kept(NamedTuple):
+    """Copies of what the store keeps of the past."""
+
+    figures: StepFigures
+    snapshots: tuple[EngineSnapshot, ...]
+    """Oldest first."""
+    finished: tuple[tuple[int, RequestRow], ...]
+    """(time, row), the newest first."""
+
+
+class Facts(Protocol):
+    """What a row needs to know of a request beside its snapshot."""
+
+    @property
+    def first_token_ns(self) -> int:
+        """0 or 1 where it is not known."""
+        ...
+
+    @property
+    def params(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -255,7 +307,7 @@ class DashboardStore:
         """(time, processor time) of the last reading."""
         self.num_dropped = 0
         self._steps: deque[StepRecord] = deque(maxlen=STEP_HISTORY)
-        self._figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_s=KEPT_S)
+        self._figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_s=2 * KEPT_S)
         self._waits: dict[int, list[tuple[int, float]]] = {TTFT_MS: [], QUEUE_MS: []}
         """Waits that ended in the events of this frame."""
         self._live: OrderedDict[str, _Track] = OrderedDict()
@@ -268,6 +320,8 @@ class DashboardStore:
         """Activity of each request in the kept steps."""
         self.log = LogBook()
         self._snapshot: EngineSnapshot | None = None
+        self._snapshots: deque[EngineSnapshot] = deque()
+        """The last ones, of at most `SNAPSHOT_BYTES`."""
 
     def apply(self, events: Iterable[EngineEvent]) -> None:
         """Steps are counted together; only what tells of a request is looked at one by one."""
@@ -298,6 +352,10 @@ class DashboardStore:
 
     def set_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._snapshot = snapshot
+        self._snapshots.append(snapshot)
+        size = snapshot.block_states.nbytes + snapshot.block_owners.nbytes + ROW_BYTES
+        while len(self._snapshots) > max(2, SNAPSHOT_BYTES // size):
+            self._snapshots.popleft()
         self._read_host(snapshot)
         self.history.add_snapshot(snapshot)
         self._num_preempted = {r.request_id: r.num_preemptions for r in snapshot.requests}
@@ -310,7 +368,7 @@ class DashboardStore:
             if elapsed_s < HOST_READ_S:
                 return
             cores = max(0.0, snapshot.cpu_s - self._host_read[1]) / elapsed_s
-            self._host.append(HostReading(cores, snapshot.resident_bytes))
+            self._host.append(HostReading(cores, snapshot.resident_bytes, snapshot.time_ns))
         self._host_read = (snapshot.time_ns, snapshot.cpu_s)
 
     def _apply_request(self, event: RequestEvent) -> None:
@@ -363,51 +421,15 @@ class DashboardStore:
         )
         self._finished.appendleft((event.time_ns, row))
 
-    def _live_rows(self, snapshot: EngineSnapshot, now_ns: int) -> list[RequestRow]:
-        elapsed = max(0, now_ns - snapshot.time_ns) / 1e9
-        rows = []
-        for view in snapshot.requests:
-            track = self._live.get(view.request_id)
-            rate = None
-            if track is not None and track.first_token_ns:
-                rate = _rate(view.num_output_tokens, snapshot.time_ns - track.first_token_ns)
-            rows.append(
-                RequestRow(  # by place, as its fields are: 64 of them in a frame
-                    view.request_id,
-                    view.status,
-                    view.num_prompt_tokens,
-                    view.num_cached_tokens,
-                    view.num_computed_tokens,
-                    view.num_output_tokens,
-                    view.num_scheduled_tokens,
-                    view.num_blocks,
-                    view.age_s + elapsed,
-                    rate,
-                    view.num_preemptions,
-                    False,
-                    track.params if track is not None else "",
-                )
-            )
-        return rows
-
     def view(self, now_ns: int, *, window_s: int | None = None) -> DashboardView:
         """The state at `now_ns`, ready to be drawn. Percentiles are those of the window."""
-        figures = self._figures
-        series = figures.series(now_ns, HISTORY_BUCKETS)
-        short, long = window_s or STEP_WINDOW_S, window_s or KEPT_S
         step, snapshot = (self._steps[-1] if self._steps else None), self._snapshot
         newer = step if step and (not snapshot or step.applied_ns > snapshot.time_ns) else None
         counters: StepRecord | EngineSnapshot | None = newer or snapshot
         view = DashboardView(
             now_ns=now_ns,
             uptime_s=(now_ns - self.started_ns) / 1e9,
-            decode_rate=float(series.decode[-RATE_BUCKETS:].mean()),
-            prefill_rate=float(series.prefill[-RATE_BUCKETS:].mean()),
-            series=series,
-            step=figures.step_times.spread(now_ns, short),
-            gap=figures.gaps.spread(now_ns, short),
-            ttft=figures.waits[TTFT_MS].spread(now_ns, long),
-            queue=figures.waits[QUEUE_MS].spread(now_ns, long),
+            **figures_of(self._figures, now_ns, window_s),
             num_running=0,
             num_waiting=0,
             num_finished=max(self._num_finished, snapshot.num_finished if snapshot else 0),
@@ -420,7 +442,7 @@ class DashboardStore:
             generation_tokens=snapshot.generation_tokens if snapshot else 0,
             prompt_tokens=snapshot.prompt_tokens if snapshot else 0,
             steps=tuple(self._steps),
-            requests=self._rows(now_ns),
+            requests=request_rows(snapshot, self._finished, self._live.get, now_ns),
             snapshot=snapshot,
             num_dropped=self.num_dropped,
             max_num_seqs=snapshot.max_num_seqs if snapshot else None,
@@ -431,19 +453,72 @@ class DashboardStore:
             host=tuple(self._host),
             num_cores=self.num_cores,
         )
-        return view if counters is None else _with_counters(view, counters)
+        return view if counters is None else with_counters(view, counters)
 
-    def _rows(self, now_ns: int) -> tuple[RequestRow, ...]:
-        live = self._live_rows(self._snapshot, now_ns) if self._snapshot else []
-        gone = {row.request_id for _, row in self._finished}
-        rows = [row for row in live if row.request_id not in gone]
-        rows += [
-            row._replace(age_s=max(0, now_ns - ended_ns) / 1e9) for ended_ns, row in self._finished
-        ]
-        return tuple(rows)
+    def kept(self) -> Kept:
+        return Kept(deepcopy(self._figures), tuple(self._snapshots), tuple(self._finished))
 
 
-def _with_counters(view: DashboardView, source: StepRecord | EngineSnapshot) -> DashboardView:
+def figures_of(figures: StepFigures, now_ns: int, window_s: int | None) -> dict[str, Any]:
+    """Fields of a view: series up to `now_ns`, rates, and percentiles of the window."""
+    series = figures.series(now_ns, HISTORY_BUCKETS)
+    short, long = window_s or STEP_WINDOW_S, window_s or KEPT_S
+    return {
+        "decode_rate": float(series.decode[-RATE_BUCKETS:].mean()),
+        "prefill_rate": float(series.prefill[-RATE_BUCKETS:].mean()),
+        "series": series,
+        "step": figures.step_times.spread(now_ns, short),
+        "gap": figures.gaps.spread(now_ns, short),
+        "ttft": figures.waits[TTFT_MS].spread(now_ns, long),
+        "queue": figures.waits[QUEUE_MS].spread(now_ns, long),
+    }
+
+
+def request_rows(
+    snapshot: EngineSnapshot | None,
+    finished: Collection[tuple[int, RequestRow]],
+    facts_of: Callable[[str], Facts | None],
+    now_ns: int,
+) -> tuple[RequestRow, ...]:
+    """The snapshot's requests, then the finished ones."""
+    gone = {row.request_id for _, row in finished}
+    live = [] if snapshot is None else _live_rows(snapshot, facts_of, now_ns)
+    rows = [row for row in live if row.request_id not in gone]
+    rows += [row._replace(age_s=max(0, now_ns - ended_ns) / 1e9) for ended_ns, row in finished]
+    return tuple(rows)
+
+
+def _live_rows(
+    snapshot: EngineSnapshot, facts_of: Callable[[str], Facts | None], now_ns: int
+) -> list[RequestRow]:
+    elapsed = (now_ns - snapshot.time_ns) / 1e9
+    rows = []
+    for view in snapshot.requests:
+        facts = facts_of(view.request_id)
+        rate = None
+        if facts is not None and facts.first_token_ns > 1:
+            rate = _rate(view.num_output_tokens, snapshot.time_ns - facts.first_token_ns)
+        rows.append(
+            RequestRow(  # by place, as its fields are: 64 of them in a frame
+                view.request_id,
+                view.status,
+                view.num_prompt_tokens,
+                view.num_cached_tokens,
+                view.num_computed_tokens,
+                view.num_output_tokens,
+                view.num_scheduled_tokens,
+                view.num_blocks,
+                max(0.0, view.age_s + elapsed),
+                rate,
+                view.num_preemptions,
+                False,
+                facts.params if facts is not None else "",
+            )
+        )
+    return rows
+
+
+def with_counters(view: DashboardView, source: StepRecord | EngineSnapshot) -> DashboardView:
     """The counters that both kinds carry, from the newer of the two."""
     queries = source.prefix_query_tokens
     return replace(
@@ -457,11 +532,6 @@ def _with_counters(view: DashboardView, source: StepRecord | EngineSnapshot) -> 
         prefix_hit_rate=source.prefix_hit_tokens / queries if queries else None,
         prefix_hit_tokens=source.prefix_hit_tokens,
     )
-
-
-def as_of(view: DashboardView, back: int) -> DashboardView:
-    """The figures with the counters of an earlier step."""
-    return _with_counters(view, view.steps[-1 - min(back, len(view.steps) - 1)])
 
 
 def windowed(values: Sequence[float] | Values, window_s: int | None, points: int) -> list[float]:
