@@ -37,6 +37,7 @@ from termgen.tui import actions
 from termgen.tui.chat.chat_keys import COPY_KEYS
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.saved.chat_store import ChatStore, Resume
+from termgen.tui.chat.saved.drafts import keep_draft, take_draft
 from termgen.tui.chat.state.commands import COMMANDS as SLASH_COMMANDS
 from termgen.tui.chat.state.commands import SlashCommand
 from termgen.tui.chat.widgets.messages import ModelsWanted
@@ -289,6 +290,7 @@ class TermgenApp(KeyedApp):
         self._catch_signals()
         self.set_interval(REDRAW_S, self._draw_what_was_dropped)
         self.push_screen(self._loading)
+        self.call_after_refresh(self._bring_back_draft)
         self._boot()
 
     def watch_app_focus(self, focus: bool) -> None:
@@ -382,15 +384,37 @@ class TermgenApp(KeyedApp):
         self, result: None = None, return_code: int = 0, message: RenderableType | None = None
     ) -> None:
         """Print unsent text: it would be lost with the screen."""
+        if (unsent := self._unsent) and not self._exit:
+            words = Text("Not sent:\n\n" + clean(unsent) + "\n")
+            message = words if message is None else Group(words, message)
+        super().exit(result, return_code, message)
+
+    @property
+    def _unsent(self) -> str:
+        """Everything written that is in no chat."""
         unsent = self._loading.unsent
         for stack in self._screen_stacks.values():
             for screen in stack:
                 if isinstance(screen, ChatScreen) and screen.is_mounted:
                     unsent += screen.area.unsent
-        if unsent and not self._exit:
-            words = Text("Not sent:\n\n" + clean("\n\n".join(unsent)) + "\n")
-            message = words if message is None else Group(words, message)
-        super().exit(result, return_code, message)
+        return "\n\n".join(unsent)
+
+    def _hang_up(self) -> None:
+        """End without the terminal: what was not sent is kept for the next start, not printed."""
+        if self.chats.path is None:
+            self.exit()
+            return
+        if not self._exit and (unsent := self._unsent):
+            keep_draft(self.chats.path, unsent)
+        super().exit()
+
+    def _bring_back_draft(self) -> None:
+        """Put the draft of a terminal that was closed into the prompt."""
+        area, path = self._loading.area, self.chats.path
+        draft = take_draft(path) if area is not None and path is not None else ""
+        if area is not None and draft:
+            area.prompt.set_text(draft)
+            self.notify("the draft of a terminal that was closed is back in the prompt")
 
     def _catch_signals(self) -> None:
         """SIGTERM and a closed terminal end the app as ctrl+q does."""
@@ -398,8 +422,9 @@ class TermgenApp(KeyedApp):
             number = getattr(signal, name, None)
             if number is None:
                 continue
+            end = self._hang_up if name == "SIGHUP" else self.exit
             try:
-                asyncio.get_running_loop().add_signal_handler(number, self.exit)
+                asyncio.get_running_loop().add_signal_handler(number, end)
             except (NotImplementedError, RuntimeError, ValueError):
                 return  # not this platform, or not the main thread
             self._signals.append(number)

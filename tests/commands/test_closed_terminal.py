@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from foreign_server import chunk, foreign_server
+from foreign_server import chunk, done, foreign_server
 from test_launch import ENGINE, Terminal, environment, terminal
 
 __all__ = ["environment", "terminal"]
@@ -86,3 +86,29 @@ def test_a_chat_with_its_own_engine_is_saved(
     assert screen.wait() == 0
     question, _, state = saved(environment)
     assert question == "why" and state in ("streaming", "stopped", "done")
+
+
+@CLOSINGS
+async def test_a_draft_comes_back_with_the_next_chat(
+    close: Callable[[Terminal], None], terminal: Open, environment: dict[str, str], tmp_path: Path
+) -> None:
+    def chat(url: str) -> None:
+        screen = terminal("chat", "--url", url)
+        screen.wait_for(lambda _: "Ask anything" in screen.plain)
+        screen.send("half a\nquest")
+        screen.wait_for(lambda _: "quest" in screen.plain)
+        close(screen)
+        assert screen.wait() == 0
+        (kept,) = tmp_path.glob("*.draft-*")
+        assert kept.read_text() == "half a\nquest" and kept.stat().st_mode & 0o77 == 0
+        screen = terminal("chat", "--url", url)
+        screen.wait_for(lambda _: "quest" in screen.plain and "Ask anything" in screen.plain)
+        assert not list(tmp_path.glob("*.draft-*"))
+        screen.send("ion\r")
+        screen.wait_for(lambda _: "word0" in screen.plain)
+        screen.send("\x11")  # ctrl+q
+        assert screen.wait() == 0 and "Not sent" not in screen.shown
+
+    async with foreign_server(chunk("word0", finish="stop"), done()) as server:
+        await asyncio.to_thread(chat, server.url)
+    assert saved(environment)[0] == "half a\nquestion"
