@@ -21,6 +21,7 @@ from termgen.tui.chat.chat_keys import COMMAND_KEYS, KEYS, TOOL_KEYS
 from termgen.tui.chat.state import commands
 from termgen.tui.chat.state.attachments import Attachment, pasted_file
 from termgen.tui.chat.state.conversation import PromptHistory
+from termgen.tui.chat.state.doubts import Doubts
 from termgen.tui.chat.widgets.chat_rows import attachment_words
 from termgen.tui.chat.widgets.messages import LargePaste, PromptEdited, PromptSubmitted, QueueWanted
 from termgen.tui.chat.widgets.prompt_area import PromptArea, Waiting
@@ -124,6 +125,7 @@ class LoadingScreen(ThemedScreen):
         self.pasted: list[Attachment] = []
         """Pastes too long for the prompt, to go with the next message."""
         self._heir: Heir | None = None
+        self._doubts = Doubts()
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint, id="loading")
@@ -182,10 +184,10 @@ class LoadingScreen(ThemedScreen):
         elif parsed is not None:
             area.prompt.give_back(text)
             self._say_later(f"/{parsed[0].name}")
-        elif commands.looks_like_command(text):
+        elif doubt := self._doubts.about(text):
             area.prompt.give_back(text)
-            which = f"no command {text.strip()}"
-            self.notify(f"{which}; {key_of(self, 'app.help')} lists them", severity="warning")
+            words = f"{doubt}; {brief_key_of(self, 'prompt.send')} queues it as it is"
+            self.notify(words, severity="warning", markup=False)
         else:
             area.prompt.accept(text)
             area.put(Waiting(text, tuple(self.pasted)))
@@ -209,7 +211,7 @@ class LoadingScreen(ThemedScreen):
     def _show_pasted(self, pasted: list[Attachment]) -> None:
         assert self.area is not None
         self.pasted = pasted
-        words = "  ".join(attachment_words(file) for file in pasted)
+        words = "  ".join(attachment_words(file.name, file.num_bytes) for file in pasted)
         self.area.prompt.border_title = Content(words) if words else None
 
     def _say_later(self, what: str) -> None:

@@ -146,7 +146,7 @@ class QuestionFiles:
             self.attach(())
             self._view.note("Nothing is attached.")
         elif not path:
-            names = ", ".join(attachment_words(file) for file in self.attached)
+            names = ", ".join(attachment_words(file.name, file.num_bytes) for file in self.attached)
             self._view.note(names or "Nothing is attached. `/attach PATH` adds a file.")
         else:
             try:
@@ -172,9 +172,15 @@ class QuestionFiles:
         """Show the label, a new one if it is given, and the files on the prompt's edge."""
         if label is not None:
             self._label = label
-        words = [self._label] if self._label else []
-        words += [attachment_words(file) for file in self.attached]
         prompt = self._view.prompt
+        words = [self._label] if self._label else []
+        words += [attachment_words(file.name, file.num_bytes) for file in self.attached]
+        attached = {file.name for file in self.attached}
+        words += [
+            attachment_words(name, files.size_of(name))
+            for name in files.mentions(prompt.text)
+            if name not in attached
+        ]
         width = max(8, prompt.size.width - 4)
         # Content, not markup: a file's name may hold brackets
         prompt.border_title = Content(cut("  ".join(words), width)) if words else None

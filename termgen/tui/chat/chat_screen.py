@@ -30,6 +30,7 @@ from termgen.tui.chat.state import attachments as files
 from termgen.tui.chat.state import commands
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import AnswerState, Conversation, PromptHistory
+from termgen.tui.chat.state.doubts import Doubts
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.chat_rows import ChatStatus, empty_rows, status_row
 from termgen.tui.chat.widgets.completion import Arguments
@@ -105,6 +106,7 @@ class ChatScreen(ThemedScreen):
             show=self.show_conversation,
             on_opened=self._send_next,
         )
+        self.doubts = Doubts()
         self.command_table = self._handlers()
 
     def compose(self) -> ComposeResult:
@@ -171,10 +173,10 @@ class ChatScreen(ThemedScreen):
         if parsed is not None:
             self._accept(message.text)
             self.command_table[parsed[0].name](parsed[1])
-        elif commands.looks_like_command(message.text):
+        elif doubt := self.doubts.about(message.text):
             self.prompt.give_back(message.text)
-            which = f"no command {message.text.strip()}"
-            self.notify(f"{which}; {key_of(self, 'app.help')} lists them", severity="warning")
+            self.view.warn(f"{doubt}; {brief_key_of(self, 'prompt.send')} sends it as it is")
+            self._show_hint()
         elif self.dialogue.editing is not None and self.is_streaming:
             self.prompt.give_back(message.text)
             self.dialogue.say_streaming()
@@ -355,6 +357,8 @@ class ChatScreen(ThemedScreen):
         else:
             parsed = commands.parse(self.prompt.text)
             hint = self._hint
+            if self.prompt.text and self.prompt.text == self.doubts.asked:
+                hint = f"{brief_key_of(self, 'prompt.send')} sends it as it is"
             if parsed is not None and parsed[0].argument:
                 hint = f"/{parsed[0].name} {parsed[0].argument}  {parsed[0].help}"
         self.files.show_title()

@@ -228,7 +228,7 @@ async def test_files_of_a_refused_question_come_back(folder: Path) -> None:
         await ask(app, pilot, "/attach notes.md", wait=False)
         await ask(app, pilot, "see @scheduler.py")
         assert app.chat.prompt.text == "see @scheduler.py"
-        assert app.chat.prompt.border_title == "▤ notes.md 6"
+        assert app.chat.prompt.border_title == "▤ notes.md 6  ▤ scheduler.py 1.2k"
         text = app.chat.transcript.plain_text
         assert "/attach off leaves the files" in text and "oldest turns" not in text
 

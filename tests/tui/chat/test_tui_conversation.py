@@ -218,8 +218,5 @@ def test_commands_are_told_from_messages() -> None:
     assert commands.parse("/etc/passwd is a file") is None
     assert commands.parse("clear") is None
     assert commands.parse("/clear\nmore") is None
-    assert commands.looks_like_command("/claer")
-    assert not commands.looks_like_command("/etc/passwd")
-    assert not commands.looks_like_command("a /b")
     assert [c.name for c in commands.matching("/c")] == ["clear", "copy", "code", "choice"]
     assert commands.matching("/clear now") == []

@@ -26,6 +26,8 @@ MAX_SCANNED = 20_000
 SKIPPED_FOLDERS = frozenset(("node_modules", "__pycache__", "venv", "target", "dist", "build"))
 
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
+_LIKE_A_FILE = re.compile(r"/|\w\.\w{1,8}$")
+_AFTER_A_NAME = ".,;:!?)"
 _OPEN_MENTION = re.compile(r'(?<!\S)@("[^"\n]*|[^\s"]*)$')
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 
@@ -43,15 +45,28 @@ class Attachment:
 
 def mentions(text: str) -> list[str]:
     """Paths of `@path` and `@"path with blanks"` that are files; other words with `@` are text."""
-    found = (quoted or bare for quoted, bare in _MENTION.findall(text))
-    paths: list[str] = []
-    for path in found:
-        # `see @a.py, please`: punctuation behind a path is part of it only if there is such a file.
-        for name in (path, path.rstrip(".,;:!?)")):
-            if name and name not in paths and _is_file(name):
-                paths.append(name)
-                break
-    return paths
+    found = (_named(quoted or bare) for quoted, bare in _MENTION.findall(text))
+    return list(dict.fromkeys(name for name in found if name))
+
+
+def missing(text: str) -> list[str]:
+    """Words with `@` that look like paths, by a quote, a slash or a file's ending, but are no
+    files."""
+    names = [
+        quoted or bare.rstrip(_AFTER_A_NAME)
+        for quoted, bare in _MENTION.findall(text)
+        if not _named(quoted or bare)
+        and (quoted or _LIKE_A_FILE.search(bare.rstrip(_AFTER_A_NAME)))
+    ]
+    return list(dict.fromkeys(names))
+
+
+def _named(path: str) -> str:
+    """The file that a mention names; empty if there is none."""
+    # `see @a.py, please`: punctuation behind a path is part of it only if there is such a file.
+    return next(
+        (name for name in (path, path.rstrip(_AFTER_A_NAME)) if name and _is_file(name)), ""
+    )
 
 
 def _is_file(name: str) -> bool:
@@ -59,6 +74,14 @@ def _is_file(name: str) -> bool:
         return Path(name).expanduser().is_file()
     except (OSError, ValueError, RuntimeError):  # a name too long, a NUL, an unknown home
         return False
+
+
+def size_of(name: str) -> int:
+    """Bytes of a file; 0 if it has just gone."""
+    try:
+        return Path(name).expanduser().stat().st_size
+    except (OSError, ValueError, RuntimeError):
+        return 0
 
 
 def read_file(name: str) -> Attachment:

@@ -54,12 +54,6 @@ def parse(text: str) -> tuple[SlashCommand, str] | None:
     return (command, argument.strip()) if command else None
 
 
-def looks_like_command(text: str) -> bool:
-    """One word behind a slash: a mistyped command rather than a message."""
-    word = text.strip()
-    return word.startswith("/") and word[1:].isalpha()
-
-
 def matching(text: str) -> list[SlashCommand]:
     """Commands that what has been typed may become."""
     if not text.startswith("/") or " " in text or "\n" in text:

@@ -61,13 +61,14 @@ def question_header(width: int, *, marked: str | None = None) -> Row:
 def question_rows(text: str, attachments: Sequence[Attachment], width: int) -> list[Row]:
     """The question's text and attachments, below its header."""
     rows = wrap([(clean(text), "text")], width - 2)
-    rows += [((cut(attachment_words(file), width - 2), "muted"),) for file in attachments]
+    words = (attachment_words(file.name, file.num_bytes) for file in attachments)
+    rows += [((cut(each, width - 2), "muted"),) for each in words]
     return [(("▎ ", "user"), *row) for row in rows]
 
 
-def attachment_words(attachment: Attachment) -> str:
+def attachment_words(name: str, num_bytes: int) -> str:
     """`▤ scheduler.py 4.1k`: a file's name and size in bytes."""
-    return f"▤ {clean_line(attachment.name)} {count(attachment.num_bytes)}"
+    return f"▤ {clean_line(name)} {count(num_bytes)}"
 
 
 def answer_header(name: str, turn: Turn, width: int) -> Row:
