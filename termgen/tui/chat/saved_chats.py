@@ -172,6 +172,8 @@ class SavedChats:
         if not self._panel.display:
             return
         await asyncio.sleep(pause_s)
+        if not self._panel.query(SessionList):
+            return  # the program has ended meanwhile
         words = self._panel.search.value.strip()
         try:
             found = await self._store.read(lambda database: database.sessions(words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -362,3 +363,17 @@ def test_chats_of_one_title_are_told_apart() -> None:
     assert "22 Feb" in rows[3] and "7 Feb 2025" in rows[4]
     assert "12:00" in rows[5] and "(" not in rows[5] and row_width(listed_rows[-1].row) == 34
     assert len(set(rows)) == 6
+
+
+async def test_a_search_under_way_survives_the_end_of_the_list() -> None:
+    app = FrozenApp(chat_engine(Script(pieces=("ok",))))
+    async with app.run_test(size=(120, 30)) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "hi")
+        await pilot.press("ctrl+b")
+        await pilot.pause()
+        searching = asyncio.create_task(app.chat.saved._listing(0.05, False))
+        await asyncio.sleep(0.01)
+        app.chat.panel.display = False
+        await app.chat.panel.remove_children()
+        await searching
