@@ -352,7 +352,9 @@ def test_what_a_chat_was_held_with_is_whole() -> None:
 def test_chats_of_one_title_are_told_apart() -> None:
     hour, day = 3600.0, 86_400.0
     times = [NOON, NOON - hour, NOON - 2 * day, NOON - 20 * day, NOON - 400 * day]
-    chats = [SessionSummary(str(i), "Hello", then, "m", 1, "") for i, then in enumerate(times)]
+    chats = [
+        SessionSummary(str(i), "Hello", then, "m", 1, "", 5 - i) for i, then in enumerate(times)
+    ]
     other = SessionSummary("x", "a title that is much too long for the list", NOON, "m", 2, "")
     listed_rows = session_rows(
         [*chats, other], 34, selected=0, open_id="", now_s=NOON, has_focus=False
@@ -363,6 +365,34 @@ def test_chats_of_one_title_are_told_apart() -> None:
     assert "22 Feb" in rows[3] and "7 Feb 2025" in rows[4]
     assert "12:00" in rows[5] and "(" not in rows[5] and row_width(listed_rows[-1].row) == 34
     assert len(set(rows)) == 6
+
+
+@pytest.mark.parametrize("width", [34, 78, 120])
+def test_a_long_title_leaves_its_number_and_gets_all_the_room(width: int) -> None:
+    title = "how do I write a scheduler that never stops a decode " * 3
+    chat = SessionSummary("1", title, NOON, "a-model", 12, "", 2)
+    (_, listed) = session_rows([chat], width, selected=0, open_id="", now_s=NOON, has_focus=False)
+    text = row_text(listed.row)
+    assert row_width(listed.row) == width and "… (2) " in text and "12:00  12 " in text
+    assert text[: text.index("…")].strip() == title[: text.index("…") - 3].strip()
+    assert "  " not in text[: text.index(" (2)")].strip(), "no room is left between them"
+    assert text.split(" (2) ")[1].lstrip().startswith(("12:00", "a-model"))
+    assert len(text) - len(text.split(" (2) ")[1]) >= width - (36 if width >= 60 else 12)
+
+
+def test_a_chat_is_found_by_the_name_that_the_list_shows(path: Path) -> None:
+    database = ChatDatabase(path)
+    talks = [talk_of(title) for title in ("Hi", "hi", "other", "hi")]
+    for talk in talks:
+        keep(database, talk)
+    ids = [talk.session_id for talk in talks]
+    names = [session.name for session in database.sessions()]
+    assert names == ["hi (3)", "other", "hi (2)", "Hi (1)"]
+    assert [s.name for s in database.sessions("other")] == ["other"]
+    database.close()
+    assert find_session(path, "hi (2)") == ids[1] and find_session(path, "HI (1)") == ids[0]
+    with pytest.raises(ConfigError, match=r"may be any of 'hi \(3\)'"):
+        find_session(path, "hi")
 
 
 async def test_a_search_under_way_survives_the_end_of_the_list() -> None:

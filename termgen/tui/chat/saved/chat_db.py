@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +73,24 @@ class SessionSummary:
     num_turns: int
     excerpt: str = ""
     """A piece of the text around the first word that was searched for."""
+    number: int = 0
+    """Tells chats of one title apart, counted from the oldest; 0: there is no other."""
+
+    @property
+    def name(self) -> str:
+        """The title as lists show it: `Hello (2)`."""
+        return f"{self.title} ({self.number})" if self.number else self.title
+
+
+def numbers(titles: Sequence[str]) -> list[int]:
+    """A number for each title that is there several times, counted from the last; 0 for others."""
+    folded = [title.casefold() for title in titles]
+    counts, left = Counter(folded), Counter(folded)
+    found = []
+    for title in folded:
+        found.append(left[title] if counts[title] > 1 else 0)
+        left[title] -= 1
+    return found
 
 
 def is_broken(error: sqlite3.Error) -> bool:
@@ -322,14 +341,17 @@ class ChatDatabase:
             "SELECT s.session_id, s.title, s.updated_s, s.model_id, count(t.number)"
             " FROM sessions s LEFT JOIN turns t USING (session_id) WHERE s.deleted_s IS NULL"
             " GROUP BY s.session_id ORDER BY s.updated_s DESC, s.rowid DESC"
-        )
+        ).fetchall()
         summaries = []
-        for session_id, title, updated_s, model_id, num_turns in rows:
+        for row, number in zip(rows, numbers([row[1] for row in rows]), strict=True):
+            session_id, title, updated_s, model_id, num_turns = row
             in_title = all(word.casefold() in title.casefold() for word in given)
             if in_title or session_id in found:
                 excerpt = found.get(session_id, "")
                 summaries.append(
-                    SessionSummary(session_id, title, updated_s, model_id, num_turns, excerpt)
+                    SessionSummary(
+                        session_id, title, updated_s, model_id, num_turns, excerpt, number
+                    )
                 )
             if len(summaries) == MAX_LISTED:
                 break

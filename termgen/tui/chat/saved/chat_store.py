@@ -99,12 +99,13 @@ def _pick(sessions: Sequence[SessionSummary], wanted: str) -> str:
     for found in (
         [s for s in sessions if s.session_id == wanted],
         [s for s in sessions if s.title.casefold() == word],
+        [s for s in sessions if s.name.casefold() == word],
         [s for s in sessions if word in s.title.casefold() or s.session_id.startswith(word)],
     ):
         if len(found) == 1:
             return found[0].session_id
         if found:
-            names = ", ".join(f"{s.title!r} ({s.session_id[:8]})" for s in found[:5])
+            names = ", ".join(f"{s.name!r} ({s.session_id[:8]})" for s in found[:5])
             raise ConfigError(f"--session {wanted!r} may be any of {names}", param="session")
     raise ConfigError(f"--session: no chat is called {wanted!r}", param="session")
 

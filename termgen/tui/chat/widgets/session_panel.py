@@ -8,7 +8,6 @@ only its changed rows.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from termgen.tui.keys.keymap import brief_key_of
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.formatting import count
 from termgen.tui.paint.sanitize import clean_line
-from termgen.tui.paint.spans import Row, Span, cut, fit, spread
+from termgen.tui.paint.spans import Row, Span, cut, fit, row_width, spread
 
 DAY_S = 86_400.0
 ROOMY_WIDTH = 60
@@ -50,7 +49,7 @@ def session_rows(
 ) -> list[ListedRow]:
     rows: list[ListedRow] = []
     group = ""
-    for index, (session, number) in enumerate(zip(sessions, _numbers(sessions), strict=True)):
+    for index, session in enumerate(sessions):
         name = age_group(session.updated_s, now_s)
         if name != group:
             rows += [ListedRow(())] if rows else []
@@ -59,27 +58,25 @@ def session_rows(
         is_marked = index == selected and has_focus
         background = "@select" if is_marked else ""
         sign = f"{'▸' if is_marked else ' '}{'●' if session.session_id == open_id else ' '} "
-        rows.append(ListedRow(_row(session, number, width, sign, now_s, background), index))
+        rows.append(ListedRow(_row(session, width, sign, now_s, background), index))
         if session.excerpt:
             said: Span = (cut(f"     {clean_line(session.excerpt)}", width), f"muted{background}")
             rows.append(ListedRow(fit([said], width, f"text{background}"), index))
     return rows
 
 
-def _row(
-    session: SessionSummary, number: int, width: int, sign: str, now_s: float, background: str
-) -> Row:
-    left: list[Span] = [
-        (sign, f"accent{background}"),
-        (clean_line(session.title) or "untitled", f"text{background}"),
-    ]
-    if number:
-        left.append((f" ({number})", f"muted{background}"))
-        left[1] = (cut(left[1][0], max(4, width - 24)), left[1][1])
+def _row(session: SessionSummary, width: int, sign: str, now_s: float, background: str) -> Row:
     used = used_words(session.updated_s, now_s)
     model = f"{cut(clean_line(session.model_id), 24)}  " if width >= ROOMY_WIDTH else ""
     right: list[Span] = [(f"{model}{used}  ", f"muted{background}")]
     right.append((f"{count(session.num_turns)} ", f"faint{background}"))
+    number = f" ({session.number})" if session.number else ""
+    room = width - row_width(tuple(right)) - len(sign) - len(number) - 1
+    left: list[Span] = [
+        (sign, f"accent{background}"),
+        (cut(clean_line(session.title) or "untitled", max(1, room)), f"text{background}"),
+        (number, f"muted{background}"),
+    ]
     return spread(left, right, width, f"text{background}")
 
 
@@ -89,18 +86,6 @@ def used_words(then_s: float, now_s: float) -> str:
     then, now = time.localtime(then_s), time.localtime(now_s)
     other_days = "%-d %b" if then.tm_year == now.tm_year else "%-d %b %Y"
     return time.strftime(forms.get(age_group(then_s, now_s), other_days), then)
-
-
-def _numbers(sessions: Sequence[SessionSummary]) -> list[int]:
-    """Numbers for chats that share a title, counted from the oldest; 0 for unique titles."""
-    titles = [session.title.casefold() for session in sessions]
-    counts = Counter(titles)
-    left = Counter(titles)
-    numbers = []
-    for title in titles:
-        numbers.append(left[title] if counts[title] > 1 else 0)
-        left[title] -= 1
-    return numbers
 
 
 def age_group(then_s: float, now_s: float) -> str:
