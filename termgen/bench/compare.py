@@ -18,6 +18,7 @@ import numpy.typing as npt
 from termgen.bench.options import CompareOptions
 from termgen.config import MAX_INT
 from termgen.errors import ConfigError
+from termgen.vocabulary.durations import took
 
 Floats = npt.NDArray[np.float64]
 Statistic = Callable[[Floats], Floats]
@@ -27,6 +28,8 @@ FEWEST_SAMPLES = 8
 FEWEST_FOR_P99 = 100
 """With fewer samples the interval is meaningless."""
 FAILED = "failed requests"
+MS = {"ms": 1.0, "s": 1000.0}
+"""Milliseconds by unit of time."""
 SAME_SHARE = 0.02
 """Largest difference of the shares of cached tokens that counts as none."""
 
@@ -69,6 +72,14 @@ class Change:
         return self.after / self.before - 1 if self.before else 0.0
 
     @property
+    def title(self) -> str:
+        return self.name if self.unit in MS else f"{self.name}, {self.unit}"
+
+    def words(self, value: float) -> str:
+        """A value as tables show it: a time with its own unit."""
+        return took(value * MS[self.unit]) if self.unit in MS else f"{value:.2f}"
+
+    @property
     def verdict(self) -> str:
         low, high = self.interval
         is_clear = low > 0 or high < 0
@@ -108,15 +119,15 @@ class Comparison:
         }
 
     def lines(self) -> list[str]:
-        width = max(len(f"{c.name}, {c.unit}") for c in self.changes)
+        width = max(len(c.title) for c in self.changes)
         lines = [f"{'':<{width}}{'A':>12}{'B':>12}{'change':>10}   interval of the change"]
         for c in self.changes:
             low, high = c.interval
-            name, sign = f"{c.name}, {c.unit}", " pt" if c.is_share else "%"
+            sign = " pt" if c.is_share else "%"
             change = f"{c.change * 100:+.1f}{sign}"
             ends = [f"{end * 100:+.1f}{sign}" for end in (low, high)]
             lines.append(
-                f"{name:<{width}}{c.before:>12.2f}{c.after:>12.2f}{change:>10}"
+                f"{c.title:<{width}}{c.words(c.before):>12}{c.words(c.after):>12}{change:>10}"
                 f"   {ends[0]:>7} .. {ends[1]:>7}  {c.verdict}"
             )
         return lines

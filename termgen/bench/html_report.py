@@ -95,7 +95,7 @@ def sweep_page(result: SweepResult) -> str:
     rows = []
     for step in result.steps:
         figures = step.run.result.as_json()
-        times = [f"{step.figure(m, p):.1f}" for m in ("ttft", "tpot") for p in (50, 99)]
+        times = [took(step.figure(m, p)) for m in ("ttft", "tpot") for p in (50, 99)]
         throughput = [f"{figures[f'{n}_throughput']:.2f}" for n in ("request", "output")]
         share = f"{step.good_share:.0%}" if result.options.goodput else "-"
         verdict_of_step = "kept" if step.is_kept else "too much"

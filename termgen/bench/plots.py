@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from termgen.vocabulary.durations import took
+
 BLOCKS = " ▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -24,22 +26,24 @@ def bar(share: float, width: int = 30) -> str:
     return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)
 
 
-def histogram(values: Sequence[float], *, unit: str, rows: int = 8, width: int = 40) -> list[str]:
+def histogram(times_ms: Sequence[float], *, rows: int = 8, width: int = 40) -> list[str]:
     """Counts in equal ranges from the minimum to the 99th percentile; the last row has the rest."""
-    ordered = sorted(values)
+    ordered = sorted(times_ms)
     if not ordered:
         return []
     low, high = ordered[0], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
     step = (high - low) / rows
     if step <= 0:
-        return [f"{low:10.1f} {unit}  {bar(1.0, width)} {len(ordered)}"]
+        return [f"  {took(low)}  {bar(1.0, width)} {len(ordered)}"]
     counts = [0] * rows
     for value in ordered:
         counts[min(rows - 1, int((value - low) / step))] += 1
     top = max(counts)
+    edges = [took(low + i * step).rjust(7) for i in range(rows)]
+    ends = [f"to {edge}" for edge in edges[1:]] + ["or more"]
     return [
-        f"{low + i * step:10.1f} {unit}  {bar(count / top, width)} {count}"
-        for i, count in enumerate(counts)
+        f"  {begin} {end:10}  {bar(count / top, width)} {count}"
+        for begin, end, count in zip(edges, ends, counts, strict=True)
     ]
 
 
@@ -70,7 +74,8 @@ def scatter(
     width: int = 56,
     height: int = 10,
 ) -> list[str]:
-    """Points (x, y, mark) on axes that begin at 0; `limit` is a dotted horizontal line."""
+    """Points (x, milliseconds, mark) on axes that begin at 0; `limit` is a dotted horizontal
+    line."""
     right = max((x for x, _, _ in points), default=0.0) or 1.0
     top = max([y for _, y, _ in points] + ([limit] if limit is not None else [])) or 1.0
     cells = [[" "] * width for _ in range(height)]
@@ -81,7 +86,7 @@ def scatter(
     lines = [title]
     for i, row in enumerate(cells):
         value = top * (height - 1 - i) / (height - 1)
-        shown = f"{value:8.4g}" if i % 3 == 0 or i == height - 1 else " " * 8
+        shown = took(value).rjust(8) if i % 3 == 0 or i == height - 1 else " " * 8
         lines.append(f"{shown} ┤{''.join(row).rstrip()}")
     lines.append(" " * 9 + "└" + "─" * width)
     lines.append(" " * 10 + "0" + f"{right:.4g} {x_title}".rjust(width - 1))

@@ -14,7 +14,7 @@ def summary(run: ServeRun) -> str:
     parts = [rows, "\n".join(times_table(run)), "\n".join(_over_time(run))]
     first = run.result.values_ms("ttft")
     if len(first) > 1:
-        lines = plots.histogram(first, unit="ms")
+        lines = plots.histogram(first)
         parts.append("\n".join(["requests by time to first token", *lines]))
     parts.append(report.table("how it was measured", setup_rows(run)))
     return "\n\n".join(parts)
@@ -24,7 +24,7 @@ def distributions(run: ServeRun) -> list[tuple[str, list[str]]]:
     """(title, lines): histograms of the times to first token and between chunks."""
     titles = (("ttft", "requests by time to first token"), ("itl", "times between chunks"))
     found = [(title, run.result.values_ms(name)) for name, title in titles]
-    return [(title, plots.histogram(values, unit="ms")) for title, values in found if values]
+    return [(title, plots.histogram(values)) for title, values in found if values]
 
 
 def over_time(run: ServeRun) -> list[tuple[str, list[str]]]:

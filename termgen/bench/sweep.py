@@ -20,6 +20,7 @@ from termgen.bench.load import Stopped
 from termgen.bench.options import ServeOptions, SweepOptions
 from termgen.bench.serve import ServeRun
 from termgen.errors import EngineError
+from termgen.vocabulary.durations import took
 
 REQUESTS_PER_CLIENT = 4
 SECONDS = 10.0
@@ -217,7 +218,7 @@ def steps_table(result: SweepResult) -> list[str]:
             f"{step.load:g}",
             f"{figures['request_throughput']:.2f}",
             f"{figures['output_throughput']:.1f}",
-            *(f"{step.figure(m, p):.1f}" for m in ("ttft", "tpot") for p in (50, 99)),
+            *(took(step.figure(m, p)) for m in ("ttft", "tpot") for p in (50, 99)),
         ]
         good = f"{step.good_share:>8.0%}" if result.options.goodput else ""
         mark = "  <- knee" if step is result.knee else ""
@@ -245,11 +246,20 @@ def load_words(options: SweepOptions, load: float) -> str:
     return "1 client" if unit == "clients" and load == 1 else f"{load:g} {unit}"
 
 
+def judged_percentile(options: SweepOptions) -> float:
+    """Percentile of the TTFT that a plot shows: with a limit for it the one that must be within,
+    so that a point above the line is a step that failed."""
+    return options.sweep_attainment if "ttft" in options.slo_ms() else 99
+
+
 def curve(result: SweepResult) -> list[str]:
-    points = [(s.load, s.figure("ttft", 99), "●" if s.is_kept else "○") for s in result.steps]
+    percentile = judged_percentile(result.options)
+    points = [
+        (s.load, s.figure("ttft", percentile), "●" if s.is_kept else "○") for s in result.steps
+    ]
     return plots.scatter(
         points,
-        title="TTFT p99 in ms (● kept, ○ too much)",
+        title=f"TTFT p{percentile:g} (● kept, ○ too much)",
         x_title={"concurrency": "clients", "rate": "requests/s"}[result.options.sweep_over],
         limit=result.options.slo_ms().get("ttft"),
     )

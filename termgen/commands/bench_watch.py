@@ -156,9 +156,10 @@ class BenchWatch:
         if not isinstance(options, SweepOptions):
             return None
         x_title = {"concurrency": "clients", "rate": "requests/s"}[options.sweep_over]
-        points = [(s.load, s.figure("ttft", 99), s.is_kept) for s in self._steps]
+        percentile = sweep.judged_percentile(options)
+        points = [(s.load, s.figure("ttft", percentile), s.is_kept) for s in self._steps]
         limit = options.slo_ms().get("ttft")
-        return Plane("TTFT p99, ms", x_title, tuple(sorted(points)), limit)
+        return Plane(f"TTFT p{percentile:g}", x_title, tuple(sorted(points)), limit)
 
 
 def watch_serve(options: ServeOptions, subject: Subject, ui: UIConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,13 @@ def test_the_command_fails_on_a_regression(
     assert main(["bench", "compare", slow, base, "--fail-on-regression"]) == 0
     assert main(["bench", "compare", base, str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_each_time_has_its_unit(tmp_path: Path) -> None:
+    fast = serve_file(tmp_path / "a.json", 0.5, seed=1)
+    slow = serve_file(tmp_path / "b.json", 4.0, seed=2)
+    lines = compared(fast, slow).lines()
+    (row,) = [line for line in lines if line.startswith("mean ttft ")]
+    assert re.search(r" \d{3} ms +\d\.\d\d s +\+", row), row
+    (row,) = [line for line in lines if line.startswith("mean output throughput, tokens/s")]
+    assert re.search(r" \d+\.\d\d +\d+\.\d\d ", row), row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,29 @@ async def test_a_sweep_over_clients_with_a_limit_narrows_the_gap() -> None:
     assert len({seed for _, seed in asked}) == len(asked), "every step asks other prompts"
     assert all(step.num_prompts == max(32, 4 * step.max_concurrency) for step, _ in asked)
     assert "knee: 11 clients (90% of requests within ttft:105)" in sweep.summary(result)
+
+
+async def test_a_kept_step_is_not_above_the_line_of_the_limit() -> None:
+    """One request of twenty waits two seconds, which the rule of 90% allows."""
+
+    async def run_step(step: ServeOptions, seed: int) -> ServeRun:
+        count = step.num_prompts
+        slow = 2.0 if step.max_concurrency == 1 else 0.3
+        first = [slow if i % 20 == 0 else 0.05 * (step.max_concurrency or 1) for i in range(count)]
+        return make_run(step, first_s=first)
+
+    options = SweepOptions(goodput=("ttft:180",), num_prompts=40, sweep_to=4, sweep_refine=0)
+    result = await sweep.run_sweep(options, run_step, seed=10)
+    assert [step.is_kept for step in result.steps] == [True, True, False]
+    lines = sweep.curve(result)
+    assert lines[0] == "TTFT p90 (● kept, ○ too much)"
+    places = {mark: [i for i, line in enumerate(lines[1:]) if mark in line] for mark in "●○┄"}
+    assert max(places["○"]) < min(places["┄"]) <= min(places["●"])
+    assert lines[1].lstrip().startswith("200 ms ┤")
+    table = sweep.steps_table(result)
+    assert "2.00 s" in table[1] and "50.0 ms" in table[1] and "ms" not in table[0]
+    unlimited = replace(result, options=SweepOptions(num_prompts=40, sweep_to=4))
+    assert sweep.curve(unlimited)[0].startswith("TTFT p99 ")
 
 
 async def test_a_sweep_over_rates() -> None:
@@ -178,10 +202,13 @@ def test_plots_in_text() -> None:
     assert plots.sparkline([0, 0]) == "▁▁"
     assert len(plots.sparkline(list(range(1000)), width=50)) == 50
     assert plots.bar(0.5, 4) == "██  " and plots.bar(2, 2) == "██"
-    rows = plots.histogram([1.0] * 5 + [9.0] * 2, unit="ms", rows=4)
+    rows = plots.histogram([1.0] * 5 + [9.0] * 2, rows=4)
     assert [row.split()[-1] for row in rows] == ["5", "0", "0", "2"]
-    assert plots.histogram([], unit="ms") == [] and len(plots.histogram([2.0], unit="s")) == 1
+    assert rows[0].startswith("  1.00 ms to 3.00 ms ") and rows[3].startswith("  7.00 ms or more ")
+    assert plots.histogram([]) == [] and plots.histogram([2100.0])[0].startswith("  2.10 s ")
+    assert plots.histogram([100.0, 1470.4, 4690.0], rows=2)[1].startswith("   2.40 s or more")
     lines = plots.scatter(
         [(1, 1, "a"), (4, 10, "b")], title="t", x_title="x", limit=5, width=20, height=5
     )
+    assert lines[1].startswith(" 10.0 ms ┤") and lines[5].startswith("    0 ms ┤")
     assert lines[1].endswith("b") and "┄" in lines[3] and "a" in lines[5]

@@ -49,7 +49,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """The steps of a sweep so far: load and p99 in milliseconds of each, and if it was kept."""
+    """The steps of a sweep so far: load and a percentile in milliseconds of each, and whether it
+    was kept."""
 
     title: str
     x_title: str
