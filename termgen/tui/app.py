@@ -458,6 +458,7 @@ class TermgenApp(KeyedApp):
 
     def action_change_theme(self) -> None:
         if not isinstance(self.screen, ThemeChooser):
+            self.clear_notifications()  # which would cover it
             self.push_screen(ThemeChooser())
 
     async def action_show(self, name: str) -> None:
@@ -472,6 +473,7 @@ class TermgenApp(KeyedApp):
         if self._dashboard is None and self._loading.area is None:
             return  # what the screens to come can do is not known yet
         sections = [(t, self._keymap_now.applied(b)) for t, b in self.help_sections()]
+        self.clear_notifications()  # which would cover it
         self.push_screen(HelpScreen(sections, self.slash_commands))
 
     @property

@@ -154,6 +154,7 @@ class SavedChats:
         panel = self._panel
         panel.display = not panel.display
         if panel.display:
+            panel.app.clear_notifications()  # which would cover the list
             panel.search.value = ""
             self.update_panel(select_open=True)
             panel.session_list.focus()

@@ -1,17 +1,20 @@
-"""The list of themes. Moving through it shows each at once; escape brings back the one before."""
+"""The list of themes. Moving through it shows each at once; escape brings back the one before.
+
+Letters filter it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from rich.text import Text
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.theme import BUILTIN_THEMES, Theme
-from textual.widgets import OptionList
+from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from termgen.tui.keys.keymap import brief_key_of
@@ -36,6 +39,9 @@ class ThemeChooser(ModalScreen[None]):
         with Vertical(id="theme-box") as box:
             box.border_title = "theme"
             box.border_subtitle = f"⏎ keeps  {brief_key_of(self, 'themes.back')} goes back"
+            words = Input(placeholder="type to filter", id="theme-filter", compact=True)
+            words.can_focus = False  # the keys are the list's
+            yield words
             yield OptionList(*map(_option, theme_names(self.app.available_themes)), id="themes")
             yield Canvas(self._paint_sample, id="theme-sample")
 
@@ -47,6 +53,29 @@ class ThemeChooser(ModalScreen[None]):
         options = self.query_one(OptionList)
         options.highlighted = names.index(self._before)
         options.focus()
+
+    def on_key(self, event: events.Key) -> None:
+        """Type into the filter; the list keeps the focus."""
+        words = self.query_one(Input)
+        if event.is_printable and event.character:
+            words.insert_text_at_cursor(event.character)
+        elif event.key == "backspace":
+            words.action_delete_left()
+        else:
+            return
+        event.stop()
+
+    @on(Input.Changed)
+    def _filter(self, event: Input.Changed) -> None:
+        """Show the themes with every word; the present one stays marked if it is among them."""
+        wanted = event.value.casefold().split()
+        names = theme_names(self.app.available_themes)
+        names = [name for name in names if all(word in name.casefold() for word in wanted)]
+        options = self.query_one(OptionList)
+        options.clear_options()
+        options.add_options(map(_option, names))
+        if names:
+            options.highlighted = names.index(self.app.theme) if self.app.theme in names else 0
 
     @on(OptionList.OptionHighlighted)
     def _preview(self, event: OptionList.OptionHighlighted) -> None:
@@ -61,6 +90,9 @@ class ThemeChooser(ModalScreen[None]):
         self.dismiss()
 
     def action_back(self) -> None:
+        if self.query_one(Input).value:
+            self.query_one(Input).value = ""
+            return
         self.app.theme = self._before
         self.dismiss()
 

@@ -97,3 +97,17 @@ async def opened(app: FrozenApp, pilot: Pilot[Any], kind: type[Any]) -> Any:
     await wait_until(pilot, lambda: isinstance(app.screen, kind))
     await pilot.pause()
     return app.screen
+
+
+async def test_what_is_opened_is_not_covered_by_notices() -> None:
+    app = FrozenApp(chat_engine(Script(pieces=("ok",))))
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        await ready(app, pilot)
+        for key in ("f1", "f9", "ctrl+b"):
+            app.notify("a notice")
+            await wait_until(pilot, lambda: bool(app.screen.query("Toast")))
+            await pilot.press(key)
+            await wait_until(pilot, lambda: not app.screen.query("Toast"))
+            assert len(app._notifications) == 0
+            await pilot.press("escape")
+            await pilot.pause()

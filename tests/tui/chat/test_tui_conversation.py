@@ -193,6 +193,18 @@ def test_the_empty_chat_teaches() -> None:
         assert expected in shown
 
 
+@pytest.mark.parametrize("size", [(36, 5), (36, 12), (20, 3), (76, 8), (76, 18), (8, 1)])
+def test_the_empty_chat_fits_small_terminals(size: tuple[int, int]) -> None:
+    rows = empty_rows(make_model_info(), str.lower, *size)
+    assert len(rows) <= size[1] and all(row_width(row) <= size[0] for row in rows)
+    shown = "\n".join(row_text(row) for row in rows)
+    assert "fake/mo" in shown
+    if size[1] >= 3:
+        assert "Ask anything." in shown and "send" in shown
+    if size == (36, 12):
+        assert "new line" in shown and "…" not in shown.split("\n")[3]
+
+
 def test_sampling_prefers_the_user_then_the_model() -> None:
     ours = sampling_params({}, UIConfig())
     assert (ours.temperature, ours.top_p) == (0.7, 0.95)

@@ -110,3 +110,25 @@ async def test_a_theme_follows_its_file(tmp_path: Path, monkeypatch: pytest.Monk
         save("#0a")
         await wait_until(pilot, lambda: "at line 5, column" in str(list(app._notifications)))
         assert app.theme == "mine" and background(app) == "#0a0b0c", "the last good one stays"
+
+
+async def test_letters_filter_the_themes() -> None:
+    app = FrozenApp(chat_engine())
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f9", *"nor")
+        options = app.screen.query_one(OptionList)
+        await wait_until(pilot, lambda: app.theme == "nord")
+        names = [option.id or "" for option in options.options]
+        assert names and all("nor" in name for name in names) and app.focused is options
+        await pilot.press("x")
+        await wait_until(pilot, lambda: options.option_count == 0)
+        await pilot.press("enter", "backspace", "backspace", "backspace", "backspace")
+        await wait_until(pilot, lambda: options.option_count == len(app.available_themes))
+        assert options.highlighted_option is not None
+        assert options.highlighted_option.id == "nord", "which is shown"
+        await pilot.press(*"abyss", "escape")
+        assert isinstance(app.screen, ThemeChooser), "first the filter goes"
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        assert app.theme == "termgen-dark"

@@ -13,7 +13,7 @@ from termgen.tui.keys.keymap import KeyOf
 from termgen.tui.paint.formatting import count, duration, model_words, rate
 from termgen.tui.paint.sanitize import clean, clean_line
 from termgen.tui.paint.series import bar
-from termgen.tui.paint.spans import Row, Span, cut, row_width, spread, wrap
+from termgen.tui.paint.spans import Row, Span, cut, fit, row_width, spread, wrap
 from termgen.vocabulary.request import FinishReason
 
 CURSOR = "▍"
@@ -153,33 +153,32 @@ def empty_rows(model: ModelInfo, key_of: KeyOf, width: int, height: int) -> list
     where = clean_line(model.device_name)
     if model.max_model_len:  # a remote server may not report it
         where += f" · {count(model.max_model_len)} tokens of context"
-    rows: list[Row] = [
-        (("▍", "accent"), ("termgen", "accent/b")),
-        (),
-        tuple(ready),
-        ((where, "muted"),),
-        (),
-        (("Ask anything.", "text"),),
-        (),
-    ]
     keys = [
         [key_of(word) if "." in word else word for word in (line[0], line[2])]
         for line in _EMPTY_KEYS
     ]
     first, second = (max(7, *(len(pair[side]) for pair in keys)) + 2 for side in (0, 1))
-    for (key, other_key), (_, what, _, other_what) in zip(keys, _EMPTY_KEYS, strict=True):
-        rows.append(
-            (
-                (key.ljust(first), "accent"),
-                (what.ljust(22), "muted"),
-                (other_key.ljust(second), "accent"),
-                (other_what.ljust(16), "muted"),
-            )
+    table: list[Row] = [
+        (
+            (key.ljust(first), "accent"),
+            (what.ljust(22), "muted"),
+            (other_key.ljust(second), "accent"),
+            (other_what.ljust(16), "muted"),
         )
+        for (key, other_key), (_, what, _, other_what) in zip(keys, _EMPTY_KEYS, strict=True)
+    ]
+    if row_width(table[0]) > width:  # one below the other
+        table = [half for row in table for half in (row[:2], row[2:])]
+    title: Row = (("▍", "accent"), ("termgen", "accent/b"))
+    ask: Row = (("Ask anything.", "text"),)
+    rows = [title, (), tuple(ready), ((where, "muted"),), (), ask, (), *table]
+    if len(rows) > height:
+        rows = [tuple(ready), ask, *table][: max(1, height)]
     block = max(row_width(row) for row in rows)
     left = " " * max(0, (width - block) // 2)
     above: list[Row] = [()] * max(0, (height - len(rows)) // 2 - 1)
-    return [*above, *(((left, "text"), *row) if row else () for row in rows)]
+    shown = [((left, "text"), *row) if row else () for row in rows]
+    return [*above, *(fit(row, width) if row_width(row) > width else row for row in shown)]
 
 
 def status_row(model: ModelInfo, status: ChatStatus, width: int) -> Row:
