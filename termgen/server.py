@@ -1,7 +1,7 @@
 """The HTTP front end: OpenAI's API over an `EngineClient`, for `termgen serve` and beside the TUI.
 
-Reading order, all in `termgen.serving`: `app` (routes) -> `responses` and `generation` (streaming
-an answer) -> `middleware` -> `runner` (sockets, signals, draining); they share `metrics` and
+Reading order, all in `termgen.serving`: `app` (routes) -> `handlers` and `responses` (an
+answer) -> `middleware` -> `runner` (sockets, signals, draining); they share `metrics` and
 `state`. They see the engine only as `EngineClient` and events; wire formats are in `termgen.api`.
 """
 
