@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -43,6 +44,10 @@ RECEIVE_BYTES = 3 * 2**15
 """Size of a read from the socket. A buffer of more than 128 KiB is fresh memory from the system
 each time, and is copied four times: other requests wait, and eight megabytes take half as long
 again."""
+
+MOST_UNSENT = 2**14
+"""Limit for bytes that wait here, in this process and as many in the system, for a client that
+takes none: beyond it, streams to it are seen as unread. What is on its way does not count."""
 
 STALL_TIMEOUT_S = 60.0
 """A client that takes no data for this long is disconnected."""
@@ -162,6 +167,11 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if hasattr(transport, "max_size"):  # asyncio's own, not that of another loop
             transport.max_size = RECEIVE_BYTES
+        transport.set_write_buffer_limits(MOST_UNSENT)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            with suppress(OSError):  # a socket of another kind
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MOST_UNSENT)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

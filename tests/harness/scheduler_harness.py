@@ -142,6 +142,7 @@ class Driver:
 
     def launch(self, *, fails: bool = False) -> StepPlan | None:
         """Plan one step and hand it to the device."""
+        self.scheduler.yield_unread()
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         for row in self.scheduler.started:

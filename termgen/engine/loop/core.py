@@ -200,6 +200,8 @@ class EngineCore:
         if newest is not None and newest.awaits_masks and not self._sample(newest):
             return False
         planned_ns = time.perf_counter_ns()
+        self.scheduler.yield_unread()
+        self._tell_preempted("its output is not read")
         plan = self.scheduler.schedule(planned_ns)
         self._tell_preempted("out of KV blocks")
         if plan is None:

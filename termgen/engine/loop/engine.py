@@ -49,6 +49,9 @@ from termgen.vocabulary.step import StepDelivery
 MERGE_AT = 64
 """Deltas that wait before they are merged, as merging copies all their tokens."""
 
+UNREAD_S = 3.0
+"""A request whose deltas wait for a reader for so long runs only while no other request waits."""
+
 
 class DeltaStream:
     """Unbounded queue of a request's deltas, which are merged while the reader is behind.
@@ -57,7 +60,15 @@ class DeltaStream:
     limits the size. Event loop only.
     """
 
-    def __init__(self, num_completions: int) -> None:
+    def __init__(
+        self, num_completions: int, on_unread: Callable[[bool], None] = lambda is_unread: None
+    ) -> None:
+        """on_unread: called with True when deltas have waited for `UNREAD_S`, with False when one
+        is taken again."""
+        self._on_unread = on_unread
+        self._is_unread = False
+        self._waits_since = 0.0
+        """Time of the reader's last sign, while deltas wait."""
         self._waiting: dict[int, list[TokenDelta]] = {}
         """Keyed by completion."""
         self._open = num_completions
@@ -65,6 +76,12 @@ class DeltaStream:
         self._error: EngineDeadError | None = None
 
     def push(self, delta: TokenDelta) -> None:
+        now = time.monotonic()
+        if not self._waiting:
+            self._waits_since = now
+        elif not self._is_unread and now - self._waits_since > UNREAD_S:
+            self._is_unread = True
+            self._on_unread(True)
         waiting = self._waiting.setdefault(delta.index, [])
         waiting.append(delta)
         if len(waiting) >= MERGE_AT:
@@ -87,8 +104,13 @@ class DeltaStream:
                 raise self._error.again()
             self._news.clear()
             await self._news.wait()
+        if self._is_unread:
+            self._is_unread = False
+            self._on_unread(False)
         index = next(iter(self._waiting))
         delta = merge_deltas(self._waiting.pop(index))
+        if self._waiting:
+            self._waits_since = time.monotonic()
         if delta.finish_reason is not None:
             self._open -= 1
         return delta
@@ -227,8 +249,13 @@ class AsyncEngine:
             raise self._death.again()
         for completion in self.parts.output_processor.expect(request, arrival_ns):
             self.parts.core.submit(completion, arrival_ns)
-        stream = self._streams[request.request_id] = DeltaStream(request.params.n)
+        on_unread = partial(self._note_unread, request.request_id)
+        stream = self._streams[request.request_id] = DeltaStream(request.params.n, on_unread)
         return stream
+
+    def _note_unread(self, request_id: str, is_unread: bool) -> None:
+        core, ids = self.parts.core, self.parts.output_processor.engine_ids(request_id)
+        core.call(partial(core.scheduler.set_unread, ids, is_unread))
 
     def _close(self, request_id: str) -> None:
         """Forget a request whose reader is done or gone, and abort the rest of it."""

@@ -9,7 +9,7 @@ follows vLLM's V1 scheduler; the columns (see slot_table.py) do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -93,6 +93,10 @@ class Scheduler:
         self._decode_step = DecodeStep(self.slots, kv, self.fence)
         self.admits_new = True
         """False: only requests that have run before get a slot."""
+        self._unread: set[str] = set()
+        """Ids of requests whose output is not read: they run only while no other request waits."""
+        self._lacks_blocks = False
+        """The first waiting request has found too few free blocks."""
         self._next_step = self._newest_loss = 0
         """All rows of the steps from `_newest_loss` on still have their slots."""
         self._all_rows = np.arange(config.max_num_seqs, dtype=np.int32)
@@ -132,6 +136,13 @@ class Scheduler:
             self.waiting.remove(request)
         return self._finished(request, reason, error=error)
 
+    def set_unread(self, request_ids: Iterable[str], is_unread: bool) -> None:
+        """Note that the output of these requests is not read, or is read again."""
+        if is_unread:
+            self._unread.update(self.requests.keys() & set(request_ids))
+        else:
+            self._unread.difference_update(request_ids)
+
     @property
     def num_running(self) -> int:
         return len(self.slots.running)
@@ -146,6 +157,25 @@ class Scheduler:
         return self._next_step - 1
 
     # -- planning --------------------------------------------------------------------------
+
+    def yield_unread(self) -> None:
+        """Preempt rows whose output is not read, the newest first, for requests that wait."""
+        lacks_blocks, self._lacks_blocks = self._lacks_blocks, False
+        if not (self._unread and self.admits_new and len(self.waiting)):
+            return
+        num_waiting = sum(request.request_id not in self._unread for request in self.waiting)
+        table = self.slots
+        rows = [
+            slot
+            for slot in table.running[::-1].tolist()
+            if table.request_at(slot).request_id in self._unread
+        ]
+        num_leased = sum(1 for _ in self.fence)
+        needed = num_waiting - len(self.free_slots) - num_leased
+        if num_waiting and lacks_blocks and not num_leased:
+            needed = max(needed, 1)
+        for slot in rows[: max(0, needed)]:
+            self._preempt(slot)
 
     def schedule(self, now_ns: int = 0) -> StepPlan | None:
         """Plan the next step and count it as run. None when nothing can be computed now."""
@@ -226,6 +256,7 @@ class Scheduler:
         for request in self._ready():
             cached = self.kv.try_fit(request, num_blocks)
             if cached is None:
+                self._lacks_blocks = not found
                 break
             num_tokens = len(request.token_ids)
             missing = min(num_tokens - len(cached) * self.kv.block_size, self._threshold)
@@ -321,6 +352,7 @@ class Scheduler:
             request, limit = turn
             cached = self.kv.try_fit(request)
             if cached is None:
+                self._lacks_blocks = True
                 break
             missing = len(request.token_ids) - len(cached) * self.kv.block_size
             self.waiting.remove(request)
@@ -335,16 +367,20 @@ class Scheduler:
         return np.asarray(slots, np.int32), np.asarray(counts, np.int32)
 
     def _ready(self) -> Iterator[Request]:
-        """Waiting requests that may join this step, in order; the caller may remove each. Requests
-        without their mask are set aside, so that a step checks each only once."""
-        for request in self.waiting.queued():
-            if not self.admits_new and request.status is not RequestStatus.PREEMPTED:
-                continue
-            if self.constraints.is_ready(request):
-                yield request
-            elif self.admits_new:
-                self.waiting.set_aside(request)
-                self.constraints.set_aside(request)
+        """Waiting requests that may join this step, in order; the caller may remove each. Those
+        whose output is not read come last. Requests without their mask are set aside, so that a
+        step checks each only once."""
+        for is_unread in (False, True) if self._unread else (False,):
+            for request in self.waiting.queued():
+                if (request.request_id in self._unread) is not is_unread:
+                    continue
+                if not self.admits_new and request.status is not RequestStatus.PREEMPTED:
+                    continue
+                if self.constraints.is_ready(request):
+                    yield request
+                elif self.admits_new:
+                    self.waiting.set_aside(request)
+                    self.constraints.set_aside(request)
 
     def _start(
         self, request: Request, slot: int, cached: list[int], builder: PlanBuilder, now_ns: int
@@ -508,6 +544,7 @@ class Scheduler:
         if request.grammar is not None:
             request.grammar.drop()
         del self.requests[request.request_id]
+        self._unread.discard(request.request_id)
         self.stats.num_finished += 1
         own = stop_token is not None and stop_token in request.params.stop_token_ids
         return FinishedRow(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from termgen.client import TokenDelta
 from termgen.engine.loop import engine as stream_module
-from termgen.engine.loop.engine import MERGE_AT, DeltaStream
+from termgen.engine.loop.engine import MERGE_AT, UNREAD_S, DeltaStream
 from termgen.vocabulary.request import FinishReason
 
 
@@ -54,3 +55,29 @@ async def test_waiting_costs_little_however_much_waits(monkeypatch: pytest.Monke
         stream.push(delta(0, number))
         assert len(stream._waiting[0]) < MERGE_AT, "what waits is few deltas"
     assert len(merges) <= 10_000 / (MERGE_AT - 1)
+
+
+async def test_a_reader_that_takes_nothing_is_reported_and_again_when_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, told = [100.0], list[bool]()
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(stream_module, "time", clock)
+    stream = DeltaStream(2, told.append)
+    stream.push(delta(1, 0))
+    for number in range(10):  # a slow reader takes something now and then, and never all
+        for _ in range(3):
+            now[0] += UNREAD_S / 4
+            stream.push(delta(number % 2, number))
+        await anext(stream)
+    assert told == [] and len(stream._waiting) == 1
+    for _ in range(2):
+        now[0] += UNREAD_S + 1
+        stream.push(delta(0, 10))
+    assert told == [True], "reported once"
+    while stream._waiting:
+        await anext(stream)
+    assert told == [True, False]
+    now[0] += 10 * UNREAD_S
+    stream.push(delta(0, 11))
+    assert told == [True, False], "nothing waited before"
