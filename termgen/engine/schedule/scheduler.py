@@ -163,7 +163,11 @@ class Scheduler:
         lacks_blocks, self._lacks_blocks = self._lacks_blocks, False
         if not (self._unread and self.admits_new and len(self.waiting)):
             return
-        num_waiting = sum(request.request_id not in self._unread for request in self.waiting)
+        num_waiting = sum(
+            request.request_id not in self._unread
+            and (request.grammar is None or request.grammar.is_ready)
+            for request in self.waiting
+        )
         table = self.slots
         rows = [
             slot

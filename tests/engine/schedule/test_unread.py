@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from constrained_harness import ConstrainedDriver, FakeGrammar
 from scheduler_harness import DEPTHS, Driver, make_request, make_scheduler
+
+from termgen.vocabulary.request import Request
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -109,3 +112,27 @@ def test_readers_that_come_and_go_change_no_token(depth: int, policy: str) -> No
     driver.assert_drained()
     driver.assert_reference()
     assert not scheduler._unread, "what has ended is forgotten"
+
+
+def test_an_unread_row_gives_way_only_to_a_request_that_can_run() -> None:
+    driver = ConstrainedDriver(depth=1, max_num_seqs=1)
+    free = driver.submit("free", [5, 6], max_tokens=40)
+    for _ in range(5):
+        driver.step()
+    scheduler = driver.core.scheduler
+    scheduler.set_unread(["free"], True)
+    real, has_mask = scheduler.constraints.is_ready, False
+
+    def is_ready(request: Request) -> bool:
+        return real(request) and (has_mask or request.request_id == "free")
+
+    scheduler.constraints.is_ready = is_ready  # type: ignore[method-assign]
+    bound = driver.constrain("bound", [3, 4], FakeGrammar(6), max_tokens=20)
+    for _ in range(10):
+        driver.step()
+    assert scheduler.stats.num_preemptions == 0 and free.ending is None and not bound.tokens
+    has_mask = True
+    driver.run()
+    assert scheduler.stats.num_preemptions == 1
+    driver.assert_reference()
+    driver.assert_drained()
