@@ -22,6 +22,7 @@ MARKERS = {
     ToolStyle.MISTRAL_ARGS: "[TOOL_CALLS]",
 }
 """Beginning of a call, or of the list of calls."""
+_LEXEME = re.compile(r'"[^"]*"|[{}]|: |, ')
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,10 @@ def calls_or_json(
     parallel: bool,
 ) -> str:
     """A grammar of such calls, or of JSON that satisfies a schema."""
-    start = f"start: {_calls(tool_format, parallel)} | answer\nanswer: {_json(schema)}"
-    return _grammar(start, functions, tool_format, all_=False)
+    is_plain = tool_format.style is ToolStyle.LLAMA  # a call begins as the JSON may
+    answer = _json(schema, is_spaced=is_plain)
+    start = f"start: {_calls(tool_format, parallel)} | answer\nanswer: {answer}"
+    return _grammar(start, functions, tool_format, all_=False, by_lexeme=is_plain)
 
 
 def free_calls(functions: Sequence[Function], tool_format: ToolFormat, *, parallel: bool) -> str:
@@ -86,17 +89,24 @@ def _calls(tool_format: ToolFormat, parallel: bool) -> str:
 
 
 def _grammar(
-    start: str, functions: Sequence[Function], tool_format: ToolFormat, *, all_: bool
+    start: str,
+    functions: Sequence[Function],
+    tool_format: ToolFormat,
+    *,
+    all_: bool,
+    by_lexeme: bool = False,
 ) -> str:
-    """all_: functions that are not strict get valid arguments too."""
+    """all_: functions that are not strict get valid arguments too. by_lexeme: the text around the
+    arguments is in the lexemes of JSON, so that the lexer can still take it for other JSON."""
     names = [f"call_{i}" for i in range(len(functions))]
     lines = [start, f"any_call: {' | '.join(names)}"]
     for name, function in zip(names, functions, strict=True):
         before, after = _around(function.name, tool_format.style)
         schema = function.parameters if all_ or function.strict else ANY_OBJECT
-        lines.append(
-            f"{name}: {_words(before, tool_format)} {name}_arguments {_words(after, tool_format)}"
+        opening, closing = (
+            _lexemes(text) if by_lexeme else _words(text, tool_format) for text in (before, after)
         )
+        lines.append(f"{name}: {opening} {name}_arguments {closing}")
         lines.append(f"{name}_arguments: {_json(schema, lenient=function.lenient)}")
     return "\n".join(lines) + "\n"
 
@@ -121,7 +131,15 @@ def _words(text: str, tool_format: ToolFormat) -> str:
     )
 
 
-def _json(schema: dict[str, Any], *, lenient: bool = False) -> str:
+def _lexemes(text: str) -> str:
+    """A part of a JSON object as `_json` with `is_spaced` would read it."""
+    return " ".join(map(json.dumps, _LEXEME.findall(text)))
+
+
+def _json(schema: dict[str, Any], *, lenient: bool = False, is_spaced: bool = False) -> str:
+    """is_spaced: a space follows each comma and colon."""
     # Where any white space is allowed, small models write nothing else.
-    options = {"whitespace_flexible": False, "lenient": lenient}
+    options: dict[str, Any] = {"whitespace_flexible": False, "lenient": lenient}
+    if is_spaced:
+        options |= {"item_separator": ", ", "key_separator": ": "}
     return "%json " + json.dumps({**schema, "x-guidance": options})

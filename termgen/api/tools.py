@@ -21,7 +21,7 @@ from termgen.api.tool_calls import CallParser, DeclaredParser, StyleParser
 from termgen.api.tool_grammar import ANY_OBJECT, Function, calls_or_json, forced_calls, free_calls
 from termgen.errors import RequestError
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
-from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
+from termgen.vocabulary.tool_format import ToolFormat
 
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 128
@@ -236,12 +236,6 @@ def constrain(
             raise RequestError(
                 f"{wanted.param}: only JSON can be asked for where tools may be called",
                 param=wanted.param,
-            )
-        if tools.format.style is ToolStyle.LLAMA:
-            raise unsupported(
-                wanted.param,
-                f"{wanted.param}: this model writes calls as plain JSON; ask for JSON without"
-                " tools, or for calls by tool_choice",
             )
         schema = ANY_OBJECT if wanted.json_object else json.loads(str(wanted.json))
         return _of_tools(calls_or_json(functions, tools.format, schema, parallel=parallel))

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tools_harness import KNOWS, F, G, chat
+
+from termgen.api.chat import ChatStream, chat_response
+from termgen.client import TokenDelta
+from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
 
 STRICT = {**F, "function": {**F["function"], "strict": True}}
 """Requires an integer `x`."""
@@ -13,9 +20,9 @@ OTHER = '<tool_call>\n{"name": "g.h", "arguments": {}}\n</tool_call>'
 WRONG = '<tool_call>\n{"name": "f", "arguments": {"y":1}}\n</tool_call>'
 
 
-def may_be_written(text: str, **fields: object) -> bool:
+def may_be_written(text: str, tool_format: ToolFormat = KNOWS, **fields: object) -> bool:
     """True if the grammar accepts `text` as a whole answer."""
-    wanted = chat(KNOWS, **fields).job.params.structured_outputs
+    wanted = chat(tool_format, **fields).job.params.structured_outputs
     assert wanted is not None and wanted.grammar is not None
     matcher = LLMatcher(LLTokenizer("byte"), wanted.grammar)
     assert not matcher.get_error()
@@ -59,3 +66,56 @@ def test_json_or_calls() -> None:
     assert may_be_written('{"a":1}', **fields) and may_be_written(GOOD, **fields)
     for text in ("text", "[1]", '{"a":1}' + GOOD, OTHER):
         assert not may_be_written(text, **fields), text
+
+
+PLAIN = ToolFormat(knows_tools=True, style=ToolStyle.LLAMA)
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMS = [
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"schema": PERSON}},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["type"])
+@pytest.mark.parametrize(
+    ("text", "is_call"),
+    [
+        ('{"name": "f", "parameters": {"x":1}}', True),
+        ('{"name": "g.h", "parameters": {}}', True),
+        ('{"name": "Bob", "age": 5}', False),
+    ],
+)
+def test_json_or_calls_where_a_call_is_plain_json(text: str, is_call: bool, form: Any) -> None:
+    fields: dict[str, Any] = {"tools": [STRICT, G], "response_format": form}
+    assert may_be_written(text, PLAIN, **fields)
+    for other in ("text", "[1]", text + text, '{"age": "x"'):
+        assert not may_be_written(other, PLAIN, **fields), other
+    if form["type"] == "json_schema":
+        assert not may_be_written('{"name": "f", "parameters": {"y": 1}}', PLAIN, **fields)
+    request = chat(PLAIN, **fields)
+    delta = TokenDelta(
+        request_id="r",
+        index=0,
+        text=text,
+        token_ids=(),
+        logprobs=None,
+        finish_reason=FinishReason.STOP,
+        stop_reason=None,
+        num_prompt_tokens=1,
+        num_cached_tokens=0,
+        num_output_tokens=1,
+    )
+    message = chat_response(request, [delta])["choices"][0]["message"]
+    assert bool(message.get("tool_calls")) == is_call
+    assert message["content"] == (None if is_call else text)
+    streamed = "".join(
+        choice["delta"].get("content") or ""
+        for chunk in ChatStream(request).feed(0, delta)
+        for choice in chunk["choices"]
+    )
+    assert streamed == ("" if is_call else text)
