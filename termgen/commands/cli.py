@@ -188,7 +188,8 @@ def _inline_chat(
 def _plain_chat(
     args: argparse.Namespace, layers: SettingLayers, config: EngineConfig, ui: UIConfig
 ) -> int:
-    from termgen.commands.inline_command import check_flags, own_engine, run_plain, server_elsewhere
+    from termgen.commands.inline_command import check_flags, own_engine, server_elsewhere
+    from termgen.commands.plain_chat import run_plain
 
     check_flags(layers, "--plain")
     if args.continue_last or args.session is not None:

@@ -1,8 +1,7 @@
-"""`termgen chat --inline` and `--plain`: answers in the scrollback. Called by `cli` only.
+"""`termgen chat --inline`: one answer in the scrollback, rendered as in the chat screen.
 
-`--inline` answers one question, rendered as in the chat screen; piped input is added to the
-question. `--plain` is a whole chat in lines of plain text, for screen readers and terminals that
-cannot draw: its output moves no cursor and sets no colour. Both work with a local or remote engine.
+Piped input is added to the question. `--plain` (plain_chat) shares the engine's start, the stream
+and Ctrl-C. Both work with a local or remote engine.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from termgen.commands.exit_codes import INTERRUPTED, OK
 from termgen.commands.settings import SettingLayers
 from termgen.config import EngineConfig, UIConfig
-from termgen.errors import ConfigError, ContextLengthError, EngineDeadError, TermgenError
+from termgen.errors import ConfigError, TermgenError
 
 if TYPE_CHECKING:
     from termgen.client import EngineClient
@@ -150,13 +149,14 @@ async def answer(client: EngineClient, question: str, ui: UIConfig, writer: Answ
 
     Raises `TermgenError` on failure; the text received by then has been written.
     """
-    messages = [*_system(ui), {"role": "user", "content": question}]
+    messages = [*system_message(ui.system_prompt), {"role": "user", "content": question}]
     _, stopped = await stream_answer(client, messages, ui, writer)
     return INTERRUPTED if stopped else OK
 
 
-def _system(ui: UIConfig) -> list[dict[str, str]]:
-    return [{"role": "system", "content": ui.system_prompt}] if ui.system_prompt else []
+def system_message(text: str | None) -> list[dict[str, str]]:
+    """The messages before the first question: one or none."""
+    return [{"role": "system", "content": text}] if text else []
 
 
 async def stream_answer(
@@ -223,96 +223,3 @@ class Interrupt:
             raise KeyboardInterrupt
         self.came = True
         self._aborting = asyncio.ensure_future(self._client.abort(self._request_id))
-
-
-PLAIN_HELP = """\
-/new   begin another chat; the model forgets this one
-/help  list these commands
-/quit  leave; so do Ctrl-D and Ctrl-C
-A line that ends with a backslash goes on in the next one. Ctrl-C ends an answer that is written."""
-
-
-def run_plain(start: Start, stop: Stop, ui: UIConfig) -> int:
-    """Chat in lines of text until the user leaves. Nothing is saved."""
-    # Lines are read between runs of the loop, not in a thread, which Ctrl-C could not interrupt.
-    with asyncio.Runner() as runner:
-        try:
-            client = runner.run(start())
-            return PlainChat(client, ui, runner.run).run()
-        finally:
-            runner.run(stop())
-
-
-class PlainChat:
-    """Reads one question per line from standard input and prints the answers as plain text."""
-
-    def __init__(
-        self, client: EngineClient, ui: UIConfig, run: Callable[[Coroutine[Any, Any, Any]], Any]
-    ) -> None:
-        self._client = client
-        self._ui = ui
-        self._run = run
-        self._messages = _system(ui)
-
-    def run(self) -> int:
-        self._say(f"Chat with {self._client.model.model_id}. /help lists the commands.")
-        while (line := self._read()) is not None:
-            question = line.strip()
-            if question == "/quit":
-                break
-            if question == "/help":
-                self._say(PLAIN_HELP)
-            elif question == "/new":
-                self._messages = _system(self._ui)
-                self._say("A new chat.")
-            elif question.startswith("/") and question[1:].isalpha():
-                self._say(f"There is no command {question}; /help lists them.")
-            elif question:
-                self._ask(line)
-        return OK
-
-    def _ask(self, question: str) -> None:
-        from termgen.tui.paint.inline import PlainWriter
-
-        self._messages.append({"role": "user", "content": question})
-        if sys.stdin.isatty():
-            self._say("Answer:")
-        writer = PlainWriter(sys.stdout, is_cleaned=True)
-        try:
-            text, stopped = self._run(stream_answer(self._client, self._messages, self._ui, writer))
-        except EngineDeadError:
-            raise
-        except ContextLengthError:
-            self._messages.pop()
-            self._say("The chat has filled the model's context: /new begins another one.")
-        except TermgenError as error:
-            self._messages.pop()
-            self._say(f"No answer: {error}")
-        else:
-            self._messages.append({"role": "assistant", "content": text})
-            if stopped:
-                self._say("Stopped.")
-
-    def _read(self) -> str | None:
-        """One question; None at the end of the input."""
-        lines: list[str] = []
-        while True:
-            if sys.stdin.isatty():
-                print("You: " if not lines else "more: ", end="", flush=True)
-            try:
-                line = sys.stdin.readline()
-            except UnicodeDecodeError:
-                raise ConfigError("standard input is not UTF-8 text") from None
-            if not line:
-                if sys.stdin.isatty():
-                    print()
-                return "\n".join(lines) or None
-            line = line.rstrip("\r\n")
-            if not line.endswith("\\"):
-                return "\n".join([*lines, line])
-            lines.append(line[:-1])
-
-    def _say(self, text: str) -> None:
-        from termgen.tui.paint.sanitize import clean
-
-        print(clean(text), flush=True)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_harness import nobodys_settings, one_line_error, run
@@ -20,8 +21,7 @@ from fake_engine import FakeEngine, Script
 from server_harness import ANSWER, serving
 from test_generate_remote import in_thread, loading_until_asked
 
-from termgen.commands import inline_command
-from termgen.commands.inline_command import run_plain
+from termgen.commands.plain_chat import PLAIN_HELP, run_plain
 from termgen.config import UIConfig
 from termgen.errors import ContextLengthError, EngineError
 
@@ -74,7 +74,7 @@ def test_a_chat_goes_on_and_begins_anew(
         [system, ("user", "three")],
     ]
     assert shown.count(ANSWER + "\n") == 3
-    assert "/quit  leave" in shown and "A new chat." in shown
+    assert "/quit         leave" in shown and "A new chat." in shown
 
 
 def test_what_is_no_command_is_said_and_paths_are_questions(
@@ -82,7 +82,7 @@ def test_what_is_no_command_is_said_and_paths_are_questions(
 ) -> None:
     engine = FakeEngine()
     shown = chat(engine, "/qiut\n/etc/passwd?\nlast", monkeypatch, capsys)
-    assert "There is no command /qiut; /help lists them." in shown
+    assert "Not sent: there is no command /qiut, but /quit." in shown
     assert asked(engine)[0] == [("user", "/etc/passwd?")]
     assert asked(engine)[1][-1] == ("user", "last"), "a last line without its end counts"
 
@@ -225,5 +225,53 @@ def test_one_question_on_a_dumb_terminal_is_plain_too() -> None:
 
 
 def test_help_names_every_command() -> None:
-    for command in ("/new", "/help", "/quit"):
-        assert command in inline_command.PLAIN_HELP
+    for command in ("/new", "/system", "/retry", "/fit", "/help", "/quit"):
+        assert command in PLAIN_HELP
+
+
+def test_files_go_with_a_question_and_missing_ones_are_asked_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "b.bin").write_bytes(b"\0")
+    engine = FakeEngine()
+    typed = "see @a.py\nsee @gone.py\nsee @b.bin\n/sytem x\n/sytem x\n"
+    shown = chat(engine, typed, monkeypatch, capsys)
+    questions = [messages[-1][1] for messages in asked(engine)]
+    assert questions == ["a.py:\n```py\nx = 1\n```\n\nsee @a.py", "/sytem x"]
+    assert "With a.py." in shown and "Not sent: there is no file gone.py." in shown
+    assert "Not sent: b.bin is a binary file" in shown
+    assert "Not sent: there is no command /sytem, but /system." in shown
+
+
+def test_the_system_prompt_and_another_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    typed = "/retry\n/system Be brief.\none\n/retry\n/system\n/system off\ntwo\n"
+    shown = chat(engine, typed, monkeypatch, capsys)
+    system, one = ("system", "Be brief."), ("user", "one")
+    answer = ("assistant", ANSWER)
+    assert asked(engine) == [[system, one], [system, one], [one, answer, ("user", "two")]]
+    assert "There is no answer to replace yet." in shown
+    assert shown.count("System prompt: Be brief.") == 2 and "System prompt: none" in shown
+
+
+def test_a_full_context_goes_on_without_the_oldest_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+    generate = engine.generate
+
+    def small(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(prompt.messages) > 3:
+            raise ContextLengthError("too long")
+        return generate(prompt, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "generate", small)
+    shown = chat(engine, "one\ntwo\nthree\n/fit\nfour\n", monkeypatch, capsys)
+    assert "/new begins another one, /fit leaves out the oldest turns." in shown
+    assert shown.count("The oldest turn is no longer sent: the context is full.") == 2
+    questions = [[text for role, text in each if role == "user"] for each in asked(engine)]
+    assert questions == [["one"], ["one", "two"], ["two", "three"], ["three", "four"]]

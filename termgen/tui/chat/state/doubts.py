@@ -7,33 +7,39 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection
 
 from termgen.tui.chat.state.attachments import missing
 from termgen.tui.chat.state.commands import COMMANDS
 
 _COMMAND = re.compile(r"/([a-zA-Z]+)(?=\s|$)")
 MOST_NAMED = 3
+NAMES = tuple(command.name for command in COMMANDS)
 
 
 class Doubts:
-    """Asks once about each text."""
+    """Asks once about each text. commands: names of those that there are."""
 
-    def __init__(self) -> None:
+    def __init__(self, commands: Collection[str] = NAMES) -> None:
+        self._commands = commands
         self.asked = ""
         """The text that was asked about last."""
 
     def about(self, text: str) -> str:
         """The doubt, for the user; empty without one, or if this text was asked about already."""
-        found = "" if text == self.asked else "; ".join([*_command(text), *_files(text)])
+        found = (
+            ""
+            if text == self.asked
+            else "; ".join([*_command(text, self._commands), *_files(text)])
+        )
         self.asked = text if found else ""
         return found
 
 
-def _command(text: str) -> list[str]:
+def _command(text: str, names: Collection[str]) -> list[str]:
     found = _COMMAND.match(text.strip())
     if found is None:
         return []
-    names = [command.name for command in COMMANDS]
     if found[1] in names:
         return [f"/{found[1]} is a command only with its argument in the same line"]
     close = difflib.get_close_matches(found[1].lower(), names, n=1)
