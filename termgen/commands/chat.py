@@ -171,7 +171,8 @@ class LocalShelf:
         room = self._room()
         fits = None if needs is None or room is None else needs * SPARE_SHARE <= room
         is_current = path is not None and current is not None and path.samefile(current)
-        return ModelChoice(name, detail, size, path is not None, is_current, needs, fits)
+        form = held_form(self._holder.config, self._device)[0]
+        return ModelChoice(name, detail, size, path is not None, is_current, needs, fits, form)
 
     def _current(self) -> Path | None:
         try:
@@ -225,7 +226,12 @@ def weights_bytes(path: Path | None, size: int, config: EngineConfig, device: st
         if found is not None:
             digits, _, is_32 = found.groups()
             stored_bits = float(digits) + 0.6 if digits else 32.0 if is_32 else 16.0
+    return int(size * held_form(config, device)[1] / stored_bits)
+
+
+def held_form(config: EngineConfig, device: str) -> tuple[str, float]:
+    """The type that weights have in memory, and its bits for each of them."""
     is_open = config.dtype == "auto" and device == "cpu"
-    is_int8 = config.quantization == "int8" or (config.quantization == "auto" and is_open)
-    bits = 9.0 if is_int8 else 32.0 if config.dtype == "float32" or is_open else 16.0
-    return int(size * bits / stored_bits)
+    if config.quantization == "int8" or (config.quantization == "auto" and is_open):
+        return "int8", 9.0
+    return ("float32", 32.0) if config.dtype == "float32" or is_open else ("16-bit floats", 16.0)

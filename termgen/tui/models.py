@@ -45,6 +45,8 @@ class ModelChoice:
     needs_bytes: int | None = None
     """About how much memory its weights take; None: not known."""
     fits: bool | None = None
+    held_as: str = ""
+    """Type of the weights in memory, `int8`: it may differ from that of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,14 @@ def _memory(choice: ModelChoice) -> Span:
         return (f"{words:<18}", "muted")
     verdict = "fits" if choice.fits else "too large"
     return (f"{words:<9}{verdict:<9}", "good" if choice.fits else "bad")
+
+
+def memory_words(choice: ModelChoice) -> str:
+    """Why a model takes another size in memory than on the disk; empty where nothing is known."""
+    if choice.needs_bytes is None or choice.size_bytes is None or not choice.held_as:
+        return ""
+    file, needs = bytes_words(choice.size_bytes), bytes_words(choice.needs_bytes)
+    return f"{file} on disk, ≈{needs} in memory: its weights are held there as {choice.held_as}"
 
 
 def bytes_words(num_bytes: int) -> str:
@@ -251,6 +261,16 @@ class ModelScreen(ModalScreen[Switch | None]):
             ),
             no_wrap=True,
         )
+
+    @on(OptionList.OptionHighlighted)
+    def _explain(self, event: OptionList.OptionHighlighted) -> None:
+        """Explain the sizes of the marked model, unless an error or a question is shown."""
+        if event.option_index >= len(self._shown) or self._progress is not None:
+            return
+        choice = self._shown[event.option_index]
+        if self._message[1] != "bad" and choice != self._asked:
+            self._asked = None
+            self._say(memory_words(choice))
 
     @on(OptionList.OptionSelected)
     def _selected(self, event: OptionList.OptionSelected) -> None:

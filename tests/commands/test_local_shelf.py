@@ -102,6 +102,7 @@ async def test_the_list(machine: Path) -> None:
     assert missing.needs_bytes == missing.size_bytes and missing.fits is False
     quantised = by_name["qwen3-8b-q4"]
     assert not quantised.is_here and quantised.needs_bytes == int(5_030_000_000 * 16 / 4.6)
+    assert quantised.held_as == "16-bit floats"
     assert quantised.fits is False and by_name["qwen3-1.7b-q8"].fits
     assert by_name["gemma-3-270m-base-q4"].detail.startswith("continues text, has no chat template")
     current = [choice.name for choice in choices if choice.is_current]
@@ -161,6 +162,7 @@ async def test_names_that_are_typed(machine: Path) -> None:
         1_520_000_000,
         is_here=False,
         needs_bytes=855_000_000,
+        held_as="int8",
     )
     needs = (await shelf.look_up("smollm2-1.7b-q4")).needs_bytes
     assert needs == int(1_060_000_000 * 9 / 4.6)  # of the file that is to be fetched

@@ -281,3 +281,21 @@ def test_lines_fit(width: int) -> None:
         assert "too large" in row_text(choice_row(HUGE, size))
     assert row_text(choice_row(HUGE, 110)).rstrip().endswith("too large /models/huge")
     assert caution(OTHER) == ""
+
+
+async def test_the_size_in_memory_is_explained() -> None:
+    """A file of four bits a weight takes more memory than one of sixteen may seem to."""
+    small = replace(OTHER, name="q4", size_bytes=25 * 10**8, needs_bytes=49 * 10**8, held_as="int8")
+    app, _ = picker_app(replace(SMALL, held_as="int8"), small, REMOTE)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        await wait_until(pilot, lambda: "100 MB on disk, ≈600 MB in memory" in message(screen))
+        await pilot.press("down")
+        words = "2.5 GB on disk, ≈4.9 GB in memory: its weights are held there as int8"
+        await wait_until(pilot, lambda: message(screen) == words)
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: "⏎ again" in message(screen))
+        await pilot.press("up")
+        await wait_until(pilot, lambda: message(screen) == words)

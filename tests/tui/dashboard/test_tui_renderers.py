@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -111,11 +112,11 @@ def test_header_says_how_the_dashboard_is() -> None:
     assert "● live 4 Hz  observer 1.2%  1:15" in live
     model = replace(model, memory=make_memory_ledger())
     shown = row_text(overview.header(model, view, LIVE, 160))
-    assert "· block 16 · memory 72.0 of 80.0 GiB, KV 60.0 GiB" in shown
+    assert "· block 16 · weights 2.0 + KV 60.0 of 80.0 GiB" in shown
     narrow = row_text(overview.header(model, view, LIVE, 125))
     assert "· block 16 · KV 60.0 GiB" in narrow
     ahead = row_text(overview.header(replace(model, run_ahead_ms=20.0), view, LIVE, 190))
-    assert ", KV 60.0 GiB · runs up to 20 ms ahead" in ahead
+    assert "KV 60.0 of 80.0 GiB · runs up to 20 ms ahead" in ahead
     paused = row_text(overview.header(model, view, replace(LIVE, paused=True, back=3), 120))
     assert "❚❚ paused −3" in paused
     dead = row_text(overview.header(model, view, replace(LIVE, healthy=False), 120))
@@ -222,7 +223,7 @@ def test_the_batch_says_its_tokens_the_budget_and_the_time_it_spans() -> None:
     assert "batch tokens 486 / 2 048 · 40 steps in 1.5" in title
     for row, name in zip(
         batch_panel(of_steps(records), Frame(100, 9, True), COLOUR_GLYPHS)[1:6],
-        ("2.0k", "", "1.0k", "", "0"),
+        ("2.0k", "", "512", "", "0"),
         strict=True,
     ):
         assert row_text(row)[2:].split("│")[0].strip() == name
@@ -273,17 +274,19 @@ def test_batch_stacks_prefill_over_decode_and_padding_on_top() -> None:
     assert column == sorted(column, key="░█▒".index) and set(column) == set("░█▒")
 
 
-def test_the_batch_is_a_linear_share_of_the_budget() -> None:
-    """Earlier steps do not matter: 6 tokens of decode are hardly visible out of 2048, 480 of
-    prefill are nearly a quarter."""
-    before = [made_of(2048, 0)] * 20
-    for records in ([made_of(0, 6), made_of(480, 6)], [*before, made_of(0, 6), made_of(480, 6)]):
+def test_the_batch_shows_a_few_decodes_beside_a_full_prompt() -> None:
+    """Earlier steps do not matter, and one to ten decodes differ."""
+    few = [made_of(0, number) for number in (1, 3, 6, 10)]
+    for records in (few, [*[made_of(2048, 0)] * 20, *few]):
         rows = batch_panel(of_steps(records), Frame(60, 15, False), COLOUR_GLYPHS)
-        columns = [[row_text(row)[x] for row in rows[1:-2]] for x in (57, 58)]
-        assert "".join(columns[0]).strip() == "▁"
-        assert "".join(columns[1]).strip() == "▇█▁" or "".join(columns[1]).strip() == "▇█▁"
-        bottom = [role for text, role in rows[-3] if "▁" in text]
-        assert bottom[-1] == "decode@prefill", "both are seen in the lowest cell"
+        columns = ["".join(row_text(row)[x] for row in rows[1:-2]).strip() for x in range(55, 59)]
+        heights = [" ▁▂▃▄▅▆▇█".index(column[0]) + 8 * len(column[1:]) for column in columns]
+        assert heights == sorted(set(heights)), columns
+    quarter = batch_panel(of_steps([made_of(506, 6)]), Frame(60, 15, False), COLOUR_GLYPHS)
+    column = [row_text(row)[58] for row in quarter[1:-2]]
+    assert sum(cell != " " for cell in column) == len(column) // 2, "a quarter of the budget"
+    bottom = [role for text, role in quarter[-3] if text.strip()]
+    assert bottom[-1] == "decode@prefill", "both are seen in the lowest cell"
 
 
 def test_batch_cursor_marks_a_step_and_tells_of_it() -> None:
@@ -336,7 +339,7 @@ def test_batch_says_how_many_steps_were_queued_before_the_marked_one() -> None:
     )
 
 
-def test_column_levels_are_linear_and_show_every_part() -> None:
+def test_column_levels_are_square_roots_and_show_every_part() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -347,7 +350,7 @@ def test_column_levels_are_linear_and_show_every_part() -> None:
         ends = column_levels((prefill, decode, padding), height, budget)
         assert list(ends) == sorted(ends) and ends[2] <= 8 * height
         for end, upto in zip(ends, np.cumsum((decode, prefill, padding)), strict=True):
-            assert abs(end - 8 * height * upto / budget) <= 3, (tokens, height, ends)
+            assert abs(end - 8 * height * math.sqrt(upto / budget)) <= 3, (tokens, height, ends)
         seen = [b > a for a, b in zip((0, *ends), ends, strict=False)]
         assert seen == [bool(decode), bool(prefill), bool(padding)]
     assert column_levels((4096, 0, 0), 5, 2048) == (0, 40, 40), "no higher than the budget"

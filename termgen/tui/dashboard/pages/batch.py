@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -81,13 +82,14 @@ def _lasted_ms(steps: Sequence[StepRecord]) -> float:
 
 
 def _axis(level: int, lines: int, budget: int) -> Span:
-    """The scale: the budget at the top, 0 at the bottom, and half the budget if a row is free."""
+    """The scale: the budget at the top, 0 at the bottom; a quarter at half the height if a row is
+    free."""
     if level == lines:
         name = count(budget)
     elif level == 1:
         name = "0"
     else:
-        name = count(budget / 2) if lines % 2 and level == lines // 2 + 1 else ""
+        name = count(budget / 4) if lines % 2 and level == lines // 2 + 1 else ""
     return f"{name:>{AXIS - 2}} │" if name else " " * (AXIS - 1) + "│", "faint"
 
 
@@ -136,15 +138,15 @@ def _right(row: Row, width: int) -> Row:
 def column_levels(tokens: tuple[int, int, int], height: int, budget: int) -> tuple[int, int, int]:
     """Heights of decode, prefill and padding in a column, in eighths of a cell.
 
-    The scale is linear and its full height is the budget. A part above zero gets at least one
-    eighth; what exceeds the budget is cut off.
+    Heights are square roots of the share of the budget: on a linear scale a few decodes would be a
+    flat line. A part above zero gets at least one eighth; what exceeds the budget is cut off.
     """
     prefill, decode, padding = tokens
-    top, scale, upto, reached = height * 8, height * 8 / budget, 0, 0
+    top, upto, reached = height * 8, 0, 0
     ends = []
     for part in (decode, prefill, padding):
         reached += part
-        upto = min(top, max(round(reached * scale), upto + (1 if part else 0)))
+        upto = min(top, max(round(top * math.sqrt(reached / budget)), upto + (1 if part else 0)))
         ends.append(upto)
     return ends[0], ends[1], ends[2]
 

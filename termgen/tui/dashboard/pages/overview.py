@@ -47,12 +47,12 @@ class LiveState:
 
 
 def memory_words(memory: MemoryLedger) -> tuple[str, str]:
-    """`memory 71.2 of 79.1 GiB, KV 60.1 GiB`, and its last part for narrow screens."""
-    used = size(memory.total_bytes - memory.free_bytes)
-    total, kv = size(memory.total_bytes), f"KV {size(memory.kv_cache_bytes)}"
-    if used[-3:] == total[-3:]:
-        used = used[:-4]
-    return f"memory {used} of {total}, {kv}", kv
+    """What the engine itself holds: `weights 16.1 + KV 60.1 of 79.1 GiB`, and its last part for
+    narrow screens."""
+    weights, kv = size(memory.weights_bytes), size(memory.kv_cache_bytes)
+    total = size(memory.total_bytes)
+    parts = [one.removesuffix(total[-4:]) for one in (weights, kv)]
+    return f"weights {parts[0]} + KV {parts[1]} of {total}", f"KV {kv}"
 
 
 def header(model: ModelInfo, view: DashboardView, live: LiveState, width: int) -> Row:
