@@ -171,7 +171,7 @@ class LocalShelf:
         room = self._room()
         fits = None if needs is None or room is None else needs * SPARE_SHARE <= room
         is_current = path is not None and current is not None and path.samefile(current)
-        form = held_form(self._holder.config, self._device)[0]
+        form = "" if needs is None else held_form(self._holder.config, self._device)[0]
         return ModelChoice(name, detail, size, path is not None, is_current, needs, fits, form)
 
     def _current(self) -> Path | None:
