@@ -8,8 +8,6 @@ import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar
 from scheduler_harness import DEPTHS, Driver, make_request, make_scheduler
 
-from termgen.vocabulary.request import Request
-
 PROMPT = [5, 6, 7, 8, 9]
 
 
@@ -121,17 +119,13 @@ def test_an_unread_row_gives_way_only_to_a_request_that_can_run() -> None:
         driver.step()
     scheduler = driver.core.scheduler
     scheduler.set_unread(["free"], True)
-    real, has_mask = scheduler.constraints.is_ready, False
-
-    def is_ready(request: Request) -> bool:
-        return real(request) and (has_mask or request.request_id == "free")
-
-    scheduler.constraints.is_ready = is_ready  # type: ignore[method-assign]
-    bound = driver.constrain("bound", [3, 4], FakeGrammar(6), max_tokens=20)
+    grammar = FakeGrammar(6)
+    grammar.may_fill.clear()
+    bound = driver.constrain("bound", [3, 4], grammar, max_tokens=20)
     for _ in range(10):
         driver.step()
     assert scheduler.stats.num_preemptions == 0 and free.ending is None and not bound.tokens
-    has_mask = True
+    grammar.may_fill.set()
     driver.run()
     assert scheduler.stats.num_preemptions == 1
     driver.assert_reference()
