@@ -42,6 +42,49 @@ from termgen.api.tools import left_out, refuse_choice
 from termgen.client import TokenDelta
 from termgen.errors import RequestError
 
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "parameters": "input_schema",
+    "reasoning": "output_config.effort",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""Names of a chat's fields on this endpoint."""
+
+MESSAGES_PATH = re.compile(r"/v1/messages(/.*)?", re.DOTALL)
+"""Paths whose errors have Anthropic's shape."""
+
+CALLS = frozenset({"tool_use", "mcp_tool_use"})
+RESULTS = frozenset({"tool_result", "mcp_tool_result"})
+LEFT_OUT_BLOCKS = frozenset(
+    {
+        *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result"),
+        *("code_execution_tool_result", "bash_code_execution_tool_result"),
+        *("text_editor_code_execution_tool_result", "tool_search_tool_result"),
+        *("advisor_tool_result", "mcp_tool_listing", "container_upload", "fallback"),
+        *("compaction", "tool_addition", "tool_removal"),
+    }
+)
+"""Blocks that only Anthropic's server can read: of tools that it ran, for example."""
+
+_STAMP = re.compile(r"\bcch=[^;\s]*")
+
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+EMPTY_TEXT = {"type": "text", "text": ""}
+EMPTY_THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
+"""The signature is there because clients expect the field; this server checks none."""
+
 
 def _only_drops_thoughts(value: Any) -> bool:
     """True for edits of the history that only drop thoughts, which templates do not show anyway."""
@@ -111,36 +154,8 @@ MESSAGES = Endpoint(
     },
 )
 
-NAMES = {
-    "max_completion_tokens": "max_tokens",
-    "parameters": "input_schema",
-    "reasoning": "output_config.effort",
-    "reasoning_effort": "output_config.effort",
-    "response_format": "output_config.format",
-    "response_format.json_schema": "output_config.format",
-    "stop": "stop_sequences",
-}
-"""Names of a chat's fields on this endpoint."""
 
 COUNT_TOKENS = replace(MESSAGES, structs=(CountFields, TemplateFields))
-
-MESSAGES_PATH = re.compile(r"/v1/messages(/.*)?", re.DOTALL)
-"""Paths whose errors have Anthropic's shape."""
-
-CALLS = frozenset({"tool_use", "mcp_tool_use"})
-RESULTS = frozenset({"tool_result", "mcp_tool_result"})
-LEFT_OUT_BLOCKS = frozenset(
-    {
-        *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result"),
-        *("code_execution_tool_result", "bash_code_execution_tool_result"),
-        *("text_editor_code_execution_tool_result", "tool_search_tool_result"),
-        *("advisor_tool_result", "mcp_tool_listing", "container_upload", "fallback"),
-        *("compaction", "tool_addition", "tool_removal"),
-    }
-)
-"""Blocks that only Anthropic's server can read: of tools that it ran, for example."""
-
-_STAMP = re.compile(r"\bcch=[^;\s]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,21 +416,6 @@ def _output(config: OutputConfig | None) -> dict[str, Any]:
 
 
 # -- answers -------------------------------------------------------------------------------
-
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-EMPTY_TEXT = {"type": "text", "text": ""}
-EMPTY_THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
-"""The signature is there because clients expect the field; this server checks none."""
 
 
 def message_response(request: MessagesRequest, answers: list[TokenDelta]) -> dict[str, Any]:

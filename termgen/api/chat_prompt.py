@@ -74,6 +74,27 @@ _EFFORT = f"{', '.join(EFFORTS[:-1])} or {EFFORTS[-1]}"
 _EFFORT_WORDS = ", ".join(f"`{word}`" for word in EFFORTS)
 _HINT = "A hint: what the template does not read is named in `x-termgen-not-used`"
 
+TEXT_PARTS: Mapping[str, str] = {"text": "text"}
+
+NOT_TEXT: Mapping[str, str] = {
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
+    **dict.fromkeys(("document", "file", "input_file"), "document"),
+    **dict.fromkeys(("audio", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+    "browser_state": "state of a browser",
+    "encrypted_content": "encrypted text",
+    "tool_reference": "reference to a tool",
+}
+"""Words for parts that no model here can read, by type."""
+
+DATA_FIELDS = {"image_url": False, "url": False, "data": True, "file_data": True}
+"""Fields with the bytes of a part -> may they be there without the head of a `data:` URL?"""
+
+MEGABYTE = 10**6
+
+INVALID_JSON = "INVALID_JSON"
+"""Key for text that is not a JSON object; the name is that of Anthropic's documentation."""
+
 
 class TemplateFields(Struct, frozen=True):
     """Fields that every endpoint that is a chat takes as they are."""
@@ -435,8 +456,6 @@ def _thinking(value: bool | dict[str, Any] | None) -> list[_Wish]:
 
 # -- parts of content, arguments of calls --------------------------------------------------
 
-TEXT_PARTS: Mapping[str, str] = {"text": "text"}
-
 
 def parts_of(value: Any, where: str, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The path and the object of each part in a list. wanted: words of the error for other
@@ -448,26 +467,6 @@ def parts_of(value: Any, where: str, wanted: str) -> Iterator[tuple[str, dict[st
         if not isinstance(part, dict):
             raise wrong_type(at, "an object", part)
         yield at, part
-
-
-NOT_TEXT: Mapping[str, str] = {
-    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
-    **dict.fromkeys(("document", "file", "input_file"), "document"),
-    **dict.fromkeys(("audio", "input_audio"), "audio"),
-    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
-    "browser_state": "state of a browser",
-    "encrypted_content": "encrypted text",
-    "tool_reference": "reference to a tool",
-}
-"""Words for parts that no model here can read, by type."""
-
-DATA_FIELDS = {"image_url": False, "url": False, "data": True, "file_data": True}
-"""Fields with the bytes of a part -> may they be there without the head of a `data:` URL?"""
-
-MEGABYTE = 10**6
-
-INVALID_JSON = "INVALID_JSON"
-"""Key for text that is not a JSON object; the name is that of Anthropic's documentation."""
 
 
 def replaced_parts(*, refuses_images: bool) -> Set[str]:

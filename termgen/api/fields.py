@@ -39,6 +39,14 @@ Check = Callable[[Any], bool]
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
 
+_WORDS: Mapping[type[inspect.Type], str] = {
+    inspect.BoolType: "true or false",
+    inspect.StrType: "a string",
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a finite number",
+    inspect.ListType: "a list",
+}
+
 
 def parse_json(
     raw: bytes, what: str = "The request body", *, param: str | None = None
@@ -259,15 +267,6 @@ def declared(kind: type[msgspec.Struct]) -> Mapping[str, Declared]:
         )
     names = dict.fromkeys(name for base in kind.__mro__ for name in get_annotations(base))
     return {name: found[name] for name in names if name in found}
-
-
-_WORDS: Mapping[type[inspect.Type], str] = {
-    inspect.BoolType: "true or false",
-    inspect.StrType: "a string",
-    inspect.IntType: "an integer",
-    inspect.FloatType: "a finite number",
-    inspect.ListType: "a list",
-}
 
 
 def _words_for(type: inspect.Type) -> str:

@@ -15,6 +15,8 @@ from termgen.client import ChatPrompt, ModelInfo, TokenizerInfo
 from termgen.errors import RequestError
 from termgen.vocabulary.tool_format import ToolFormat
 
+MAX_IDS = 1_000_000
+
 
 def model_object(info: ModelInfo, name: str) -> dict[str, Any]:
     return {
@@ -46,8 +48,6 @@ def model_list(info: ModelInfo, names: Sequence[str]) -> dict[str, Any]:
 
 
 # -- the tokenizer -------------------------------------------------------------------------
-
-MAX_IDS = 1_000_000
 
 
 class TokenizeFields(Struct, frozen=True):

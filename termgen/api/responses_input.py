@@ -46,6 +46,18 @@ STYLE_WISHES: Mapping[str, tuple[str, ...]] = {
 }
 """Style wishes that this server cannot meet, and their values."""
 
+NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "thinking": "reasoning.effort",
+    "tool_choice.allowed_tools": "tool_choice",
+}
+"""Names of a chat's fields on this endpoint."""
+
 
 class ReasoningFields(Struct, frozen=True):
     effort: Any = None
@@ -101,18 +113,6 @@ RESPONSES = Endpoint(
         "truncation": one_of("disabled"),
     },
 )
-
-NAMES = {
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "response_format": "text.format",
-    "response_format.json_schema": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "thinking": "reasoning.effort",
-    "tool_choice.allowed_tools": "tool_choice",
-}
-"""Names of a chat's fields on this endpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,15 @@ SETTINGS_ITEM = "configuration_update"
 SETTINGS = ("reasoning", "text")
 """Fields of the body that a `configuration_update` changes for the answers that follow."""
 
+INPUT = "input"
+"""The argument of a custom tool."""
+INPUT_SCHEMA = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string"}},
+    "required": [INPUT],
+    "additionalProperties": False,
+}
+
 
 # -- input ---------------------------------------------------------------------------------
 
@@ -291,15 +300,6 @@ def _output(item: Mapping[str, Any], kind: str, where: str, not_used: list[str])
 
 
 # -- tools ---------------------------------------------------------------------------------
-
-INPUT = "input"
-"""The argument of a custom tool."""
-INPUT_SCHEMA = {
-    "type": "object",
-    "properties": {INPUT: {"type": "string"}},
-    "required": [INPUT],
-    "additionalProperties": False,
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,129 @@ TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
+LOGPROBS_DOC = ANSWER(
+    "log-probabilities of the answer's tokens, before temperature and all else that changes them; "
+    "on completions with so many alternatives",
+    f"on chat true or false; on completions 0 to {MAX_LOGPROBS}",
+    "off",
+)
+
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's older names of the kinds of `structured_outputs`."""
+
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "verbosity",
+        "spaces_between_special_tokens",
+    }
+)
+"""Accepted on every endpoint and ignored: none of them can change the answer."""
+
+_NEUTRAL_1 = one_of(1)
+
+OTHERS_WORDS: dict[str, Check] = {
+    # llama.cpp
+    "grammar": Instead("structured_outputs.grammar"),
+    "grammar_lazy": Instead("tool_choice"),
+    "json_schema": Instead("response_format"),
+    "n_predict": Instead("max_tokens", one_of(-1)),
+    "n_probs": Instead("top_logprobs"),
+    "repeat_penalty": Instead("repetition_penalty", _NEUTRAL_1),
+    "repeat_last_n": Instead("repetition_penalty, which looks at all tokens", one_of(-1)),
+    "samplers": Instead("temperature, top_p, top_k and min_p"),
+    # Ollama
+    "format": Instead("response_format"),
+    "num_ctx": Instead("the option --max-model-len of the server", never),
+    "num_predict": Instead("max_tokens", one_of(-1)),
+    "options": Instead("its fields themselves, at the top of the body"),
+    # SGLang, TGI, TabbyAPI, transformers
+    "ebnf": Instead("structured_outputs.grammar"),
+    "grammar_string": Instead("structured_outputs.grammar"),
+    "max_length": Instead("max_tokens", never),
+    "max_new_tokens": Instead("max_tokens", never),
+    "min_length": Instead("min_tokens"),
+    "min_new_tokens": Instead("min_tokens"),
+    "regex": Instead("structured_outputs.regex"),
+    "regex_pattern": Instead("structured_outputs.regex"),
+    "do_sample": Instead("temperature: 0 for greedy", is_true),
+    "stop_sequences": Instead("stop"),
+    "stopping_strings": Instead("stop"),
+    "max_output_tokens": Instead("max_tokens", never),
+    "structural_tag": Instead("tools"),
+    "guided_whitespace_pattern": Instead("structured_outputs.regex"),
+    "bad_words_ids": Instead("bad_words"),
+    "num_return_sequences": Instead("n", _NEUTRAL_1),
+    "template_vars": Instead("chat_template_kwargs"),
+    # KoboldAI, text-generation-webui, Aphrodite
+    **dict.fromkeys(("rep_pen", "repeat_pen"), Instead("repetition_penalty", _NEUTRAL_1)),
+    **dict.fromkeys(("freq_pen", "frequency_pen"), Instead("frequency_penalty")),
+    **dict.fromkeys(("pres_pen", "presence_pen"), Instead("presence_penalty")),
+    **dict.fromkeys(
+        ("penalty_range", "rep_pen_range", "repetition_penalty_range"),
+        Instead("repetition_penalty, which looks at all tokens", one_of(-1, 0)),
+    ),
+    **dict.fromkeys(("stop_sequence", "stop_strings", "custom_stopping_strings"), Instead("stop")),
+    **dict.fromkeys(("ban_eos_token", "use_default_badwordsids"), Instead("ignore_eos")),
+    "custom_token_bans": Instead("logit_bias, with -100"),
+    **dict.fromkeys(("banned_tokens", "banned_strings", "banned_phrases"), Instead("bad_words")),
+    **dict.fromkeys(
+        ("sampler_order", "sampler_priority"), Instead("temperature, top_p, top_k and min_p")
+    ),
+    "sampler_seed": Instead("seed", one_of(-1)),
+    "max_context_length": Instead("the option --max-model-len of the server", never),
+    # Mistral, Cohere
+    "random_seed": Instead("seed"),
+    "safe_prompt": is_empty,
+    "p": Instead("top_p"),
+    "k": Instead("top_k"),
+    # ways to sample that are not supported here
+    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range"), is_empty),
+    **dict.fromkeys(("no_repeat_ngram_size", "smoothing_factor", "top_a"), is_empty),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), is_empty),
+    **dict.fromkeys(("dynamic_temperature", "mirostat_mode", "repetition_decay"), is_empty),
+    **dict.fromkeys(("skew", "temperature_last", "response_prefix"), is_empty),
+    **dict.fromkeys(("diversity_penalty", "sequence_bias", "suppress_tokens"), is_empty),
+    **dict.fromkeys(("typical_p", "tfs_z", "tfs", "num_beams", "guidance_scale"), _NEUTRAL_1),
+    **dict.fromkeys(("typical", "cfg_scale", "encoder_repetition_penalty"), _NEUTRAL_1),
+    **dict.fromkeys(("dynatemp_low", "dynatemp_high", "dynatemp_exponent"), one_of(0, 1)),
+    **dict.fromkeys(("min_temp", "max_temp", "temp_exponent", "rep_pen_slope"), one_of(0, 1)),
+    **dict.fromkeys(("top_n_sigma", "nsigma"), one_of(-1, 0)),
+    "negative_prompt": is_empty,
+    "lora": is_empty,
+}
+"""Fields of other servers that change an answer. Ignored, they would leave it unconstrained, or
+sampled in another way than the client asked for."""
+
+REFUSED: dict[str, Check] = {
+    **OTHERS_WORDS,
+    "use_beam_search": is_empty,
+    "length_penalty": one_of(1, 1.0),
+    "truncate_prompt_tokens": never,
+    "logits_processors": is_empty,
+    "kv_transfer_params": is_empty,
+}
+"""Known fields that would change the answer and are not supported: value check -> harmless?"""
+
 
 class SharedFields(Struct, frozen=True):
     """Fields of every endpoint that generates."""
@@ -216,14 +339,6 @@ class StreamOptions(Struct, frozen=True):
     """Padding against eavesdroppers: never sent."""
 
 
-LOGPROBS_DOC = ANSWER(
-    "log-probabilities of the answer's tokens, before temperature and all else that changes them; "
-    "on completions with so many alternatives",
-    f"on chat true or false; on completions 0 to {MAX_LOGPROBS}",
-    "off",
-)
-
-
 class GenerationFields(SharedFields, frozen=True):
     """Fields that /v1/chat/completions and /v1/completions share."""
 
@@ -315,123 +430,6 @@ class GenerationFields(SharedFields, frozen=True):
             "an object; needs `stream`",
         ),
     ] = None
-
-
-NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-"""vLLM's older names of the kinds of `structured_outputs`."""
-
-HARMLESS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "verbosity",
-        "spaces_between_special_tokens",
-    }
-)
-"""Accepted on every endpoint and ignored: none of them can change the answer."""
-
-_NEUTRAL_1 = one_of(1)
-
-OTHERS_WORDS: dict[str, Check] = {
-    # llama.cpp
-    "grammar": Instead("structured_outputs.grammar"),
-    "grammar_lazy": Instead("tool_choice"),
-    "json_schema": Instead("response_format"),
-    "n_predict": Instead("max_tokens", one_of(-1)),
-    "n_probs": Instead("top_logprobs"),
-    "repeat_penalty": Instead("repetition_penalty", _NEUTRAL_1),
-    "repeat_last_n": Instead("repetition_penalty, which looks at all tokens", one_of(-1)),
-    "samplers": Instead("temperature, top_p, top_k and min_p"),
-    # Ollama
-    "format": Instead("response_format"),
-    "num_ctx": Instead("the option --max-model-len of the server", never),
-    "num_predict": Instead("max_tokens", one_of(-1)),
-    "options": Instead("its fields themselves, at the top of the body"),
-    # SGLang, TGI, TabbyAPI, transformers
-    "ebnf": Instead("structured_outputs.grammar"),
-    "grammar_string": Instead("structured_outputs.grammar"),
-    "max_length": Instead("max_tokens", never),
-    "max_new_tokens": Instead("max_tokens", never),
-    "min_length": Instead("min_tokens"),
-    "min_new_tokens": Instead("min_tokens"),
-    "regex": Instead("structured_outputs.regex"),
-    "regex_pattern": Instead("structured_outputs.regex"),
-    "do_sample": Instead("temperature: 0 for greedy", is_true),
-    "stop_sequences": Instead("stop"),
-    "stopping_strings": Instead("stop"),
-    "max_output_tokens": Instead("max_tokens", never),
-    "structural_tag": Instead("tools"),
-    "guided_whitespace_pattern": Instead("structured_outputs.regex"),
-    "bad_words_ids": Instead("bad_words"),
-    "num_return_sequences": Instead("n", _NEUTRAL_1),
-    "template_vars": Instead("chat_template_kwargs"),
-    # KoboldAI, text-generation-webui, Aphrodite
-    **dict.fromkeys(("rep_pen", "repeat_pen"), Instead("repetition_penalty", _NEUTRAL_1)),
-    **dict.fromkeys(("freq_pen", "frequency_pen"), Instead("frequency_penalty")),
-    **dict.fromkeys(("pres_pen", "presence_pen"), Instead("presence_penalty")),
-    **dict.fromkeys(
-        ("penalty_range", "rep_pen_range", "repetition_penalty_range"),
-        Instead("repetition_penalty, which looks at all tokens", one_of(-1, 0)),
-    ),
-    **dict.fromkeys(("stop_sequence", "stop_strings", "custom_stopping_strings"), Instead("stop")),
-    **dict.fromkeys(("ban_eos_token", "use_default_badwordsids"), Instead("ignore_eos")),
-    "custom_token_bans": Instead("logit_bias, with -100"),
-    **dict.fromkeys(("banned_tokens", "banned_strings", "banned_phrases"), Instead("bad_words")),
-    **dict.fromkeys(
-        ("sampler_order", "sampler_priority"), Instead("temperature, top_p, top_k and min_p")
-    ),
-    "sampler_seed": Instead("seed", one_of(-1)),
-    "max_context_length": Instead("the option --max-model-len of the server", never),
-    # Mistral, Cohere
-    "random_seed": Instead("seed"),
-    "safe_prompt": is_empty,
-    "p": Instead("top_p"),
-    "k": Instead("top_k"),
-    # ways to sample that are not supported here
-    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range"), is_empty),
-    **dict.fromkeys(("no_repeat_ngram_size", "smoothing_factor", "top_a"), is_empty),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha"), is_empty),
-    **dict.fromkeys(("dynamic_temperature", "mirostat_mode", "repetition_decay"), is_empty),
-    **dict.fromkeys(("skew", "temperature_last", "response_prefix"), is_empty),
-    **dict.fromkeys(("diversity_penalty", "sequence_bias", "suppress_tokens"), is_empty),
-    **dict.fromkeys(("typical_p", "tfs_z", "tfs", "num_beams", "guidance_scale"), _NEUTRAL_1),
-    **dict.fromkeys(("typical", "cfg_scale", "encoder_repetition_penalty"), _NEUTRAL_1),
-    **dict.fromkeys(("dynatemp_low", "dynatemp_high", "dynatemp_exponent"), one_of(0, 1)),
-    **dict.fromkeys(("min_temp", "max_temp", "temp_exponent", "rep_pen_slope"), one_of(0, 1)),
-    **dict.fromkeys(("top_n_sigma", "nsigma"), one_of(-1, 0)),
-    "negative_prompt": is_empty,
-    "lora": is_empty,
-}
-"""Fields of other servers that change an answer. Ignored, they would leave it unconstrained, or
-sampled in another way than the client asked for."""
-
-REFUSED: dict[str, Check] = {
-    **OTHERS_WORDS,
-    "use_beam_search": is_empty,
-    "length_penalty": one_of(1, 1.0),
-    "truncate_prompt_tokens": never,
-    "logits_processors": is_empty,
-    "kv_transfer_params": is_empty,
-}
-"""Known fields that would change the answer and are not supported: value check -> harmless?"""
 
 
 def token_limit(name: str, value: int | None) -> int | None:

@@ -24,6 +24,10 @@ from termgen.vocabulary.tool_format import ResponseParser, ToolStyle
 ARGUMENT_KEYS = ("arguments", "parameters")
 SPACE = " \t\r\n"
 
+END_OF_CALL = "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
 
 class _At(enum.Enum):
     START = enum.auto()
@@ -189,10 +193,6 @@ def _loads(text: str) -> object:
 
 
 # -- the text of an answer -----------------------------------------------------------------
-
-END_OF_CALL = "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)

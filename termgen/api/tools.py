@@ -36,6 +36,15 @@ HOSTED = re.compile(
 )
 """Types of tools that OpenAI or Anthropic run, or describe without a schema."""
 
+PREAMBLE = """You may call these functions, given by their JSON schemas:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": NAME, "arguments": ARGUMENTS}}
+</tool_call>"""
+
 
 def left_out(kind: Any) -> bool:
     """True for a type of tool that only OpenAI or Anthropic can run."""
@@ -267,15 +276,6 @@ def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
 
 
 # -- what the model sees -------------------------------------------------------------------
-
-PREAMBLE = """You may call these functions, given by their JSON schemas:
-<tools>
-{tools}
-</tools>
-To call one, write a JSON object with its name and arguments within <tool_call></tool_call>:
-<tool_call>
-{{"name": NAME, "arguments": ARGUMENTS}}
-</tool_call>"""
 
 
 def show_tools(

@@ -28,6 +28,10 @@ USER_TOKENS = (60.0, 1.1, 1024)
 """Log-normal message length: median tokens, sigma, maximum. Typical of people's chats."""
 ANSWER_TOKENS = (200.0, 0.8, 1024)
 
+TRACE_BLOCK = 512
+"""Tokens per hash of a trace."""
+ROLES = ("system", "user", "assistant")
+
 
 def make_prompts(options: ServeOptions, *, seed: int) -> list[Prompt]:
     """[num_prompts], or fewer if the file is shorter. Raises `ConfigError`."""
@@ -138,9 +142,6 @@ def _custom(options: ServeOptions, rng: np.random.Generator) -> list[Prompt]:
     )
 
 
-TRACE_BLOCK = 512
-"""Tokens per hash of a trace."""
-ROLES = ("system", "user", "assistant")
 Line = tuple[int, dict[str, Any]]
 
 

@@ -39,6 +39,10 @@ svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: var(--ink);
 
 Rows = Sequence[Sequence[str]]
 
+TICKS = 5
+MOST_POINTS = 2000
+"""Points per series; more would make the page heavy and the chart no clearer."""
+
 
 def serve_page(run: ServeRun) -> str:
     result = run.result
@@ -158,9 +162,6 @@ def _charts(charts: Sequence[tuple[str, str]]) -> str:
 
 WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 40
-TICKS = 5
-MOST_POINTS = 2000
-"""Points per series; more would make the page heavy and the chart no clearer."""
 
 
 @dataclass(frozen=True, slots=True)

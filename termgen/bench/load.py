@@ -32,6 +32,9 @@ TICK_S = 0.01
 LEAD_S = 0.05
 """Delay before the first request, so that preparing the run is not part of it."""
 
+LINE_LIMIT = 2**31
+"""Bytes per line; the last line holds every time of the run."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
@@ -206,8 +209,6 @@ def main() -> None:
 
 
 OnProgress = Callable[[dict[str, Any]], object]
-LINE_LIMIT = 2**31
-"""Bytes per line; the last line holds every time of the run."""
 
 
 class Stopped(EngineError):

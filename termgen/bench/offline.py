@@ -26,6 +26,10 @@ JOB256_REQUESTS = 256
 JOB256_LENGTHS = (100, 1024)
 """Inclusive range of input and of output lengths."""
 
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+WARMUP_TOKENS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
@@ -138,9 +142,6 @@ async def run_requests(
     return [task.result() for task in tasks]
 
 
-PERCENTILES = (10, 25, 50, 75, 90, 99)
-
-
 @dataclass(frozen=True, slots=True)
 class LatencyResult:
     options: LatencyOptions
@@ -223,9 +224,6 @@ async def _run_batch(client: EngineClient, requests: list[BenchRequest]) -> tupl
     start = time.perf_counter()
     first_token_times = await run_requests(client, requests)
     return time.perf_counter() - start, float(np.mean(first_token_times))
-
-
-WARMUP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,19 @@ from urllib.parse import urlsplit
 from termgen.config import MAX_INT, check_settings, setting
 from termgen.errors import ConfigError
 
+DATASETS = ("random", "prefix-repetition", "synthetic-chat", "trace", "custom")
+BACKENDS = ("openai", "openai-chat")
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+METRICS = ("ttft", "tpot", "itl", "e2el")
+"""Time to first token, per output token after it, between two chunks, of the whole request."""
+SETTINGS_OF = {"random": "random_", "prefix-repetition": "prefix_repetition_", "custom": "custom_"}
+"""Dataset -> prefix of its settings; the others have none."""
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+READY_S = 10.0
+OWN_READY_S = 600.0
+
+OVER = ("concurrency", "rate")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyOptions:
@@ -72,18 +85,6 @@ def check_seed(seed: int) -> None:
     """Refuse a negative seed, which the prompts' generator does not take. Raises `ConfigError`."""
     if seed < 0:
         raise ConfigError(f"seed must be at least 0 in a bench, not {seed}", param="seed")
-
-
-DATASETS = ("random", "prefix-repetition", "synthetic-chat", "trace", "custom")
-BACKENDS = ("openai", "openai-chat")
-ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-METRICS = ("ttft", "tpot", "itl", "e2el")
-"""Time to first token, per output token after it, between two chunks, of the whole request."""
-SETTINGS_OF = {"random": "random_", "prefix-repetition": "prefix_repetition_", "custom": "custom_"}
-"""Dataset -> prefix of its settings; the others have none."""
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-READY_S = 10.0
-OWN_READY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,9 +372,6 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
-
-
-OVER = ("concurrency", "rate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,9 @@ RANGES_PER_E = 100
 """Bins per factor e: each is e^(1/100) wide."""
 LEAST_S = 1e-7
 
+GAPS_AT_ONCE = 256
+"""Gaps counted before yielding to the event loop: a fraction of a millisecond."""
+
 
 def range_of(seconds: float) -> int:
     return math.floor(math.log(max(seconds, LEAST_S)) * RANGES_PER_E)
@@ -77,10 +80,6 @@ class LiveTimes:
             place = int((at - low) / (high - low) * columns) if high > low else 0
             found[min(columns - 1, max(0, place))] += count
         return low, high, found
-
-
-GAPS_AT_ONCE = 256
-"""Gaps counted before yielding to the event loop: a fraction of a millisecond."""
 
 
 @dataclass(slots=True)

@@ -79,6 +79,15 @@ OMITTED = ("n", "seed", "logit_bias", "structured_outputs")
 """Fields without a generated flag: one run is one completion, `--seed` of the engine group is the
 request's seed too, and the others have flags of their own."""
 
+KINDS = {
+    "json_schema": "json",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+"""Flag -> the field of `StructuredOutputsParams`."""
+
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the prompt; `-` or none: read standard input")
@@ -479,15 +488,6 @@ def _printable(text: str) -> str:
 
 
 # Flags for structured outputs.
-
-KINDS = {
-    "json_schema": "json",
-    "json_object": "json_object",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-}
-"""Flag -> the field of `StructuredOutputsParams`."""
 
 
 def add_format_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

@@ -43,6 +43,11 @@ logger = logging.getLogger("termgen.commands.settings")
 
 C = TypeVar("C")
 
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
 
 class FlagParser(argparse.ArgumentParser):
     """argparse, except that a mistake raises a one-line `ConfigError`."""
@@ -301,12 +306,6 @@ def _parse_text(variable: str, text: str, kind: SettingType) -> Any:
         raise ConfigError(
             f"{variable} must be {kind.words}, not {text!r}", param=variable
         ) from None
-
-
-_BOOLEANS = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:

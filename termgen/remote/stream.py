@@ -35,6 +35,13 @@ _NO_EVENT = (
 )
 """Exceptions of reading a malformed event; the last: an infinite count."""
 
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+    "error": FinishReason.ERROR,
+}
+
 
 class EventReader:
     """Splits bytes into the payloads of server-sent events."""
@@ -80,14 +87,6 @@ class _Usage:
     prompt: int = 0
     cached: int = 0
     output: int | None = None
-
-
-_FINISH = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-    "error": FinishReason.ERROR,
-}
 
 
 @dataclass(slots=True)

@@ -22,25 +22,6 @@ TEXT_PATH = "/v1/completions"
 
 DEFAULTS = SamplingParams()
 
-
-class Dialect(enum.Enum):
-    """The kind of server, which decides the fields it knows beyond OpenAI's API."""
-
-    TERMGEN = "termgen"
-    VLLM = "vllm"
-    LLAMA_CPP = "llamacpp"
-    OPENAI = "openai"
-
-    @property
-    def knows_all(self) -> bool:
-        return self in (Dialect.TERMGEN, Dialect.VLLM)
-
-
-def dialect_of(owner: str) -> Dialect:
-    """The dialect for a model's `owned_by`; an unknown owner is treated as OpenAI."""
-    return next((dialect for dialect in Dialect if dialect.value == owner), Dialect.OPENAI)
-
-
 NUMBERS = ("presence_penalty", "frequency_penalty")
 """Parameters of OpenAI's API, besides temperature and top_p."""
 MODEL_NUMBERS = ("top_k", "min_p", "repetition_penalty")
@@ -58,6 +39,24 @@ EXTRAS = (
 WITH_DEFAULTS = frozenset({"temperature", "top_p", *NUMBERS, *MODEL_NUMBERS})
 """Parameters that are sent though they are neutral: a server may have other defaults for them."""
 LLAMA_CPP_NAMES = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
+
+
+class Dialect(enum.Enum):
+    """The kind of server, which decides the fields it knows beyond OpenAI's API."""
+
+    TERMGEN = "termgen"
+    VLLM = "vllm"
+    LLAMA_CPP = "llamacpp"
+    OPENAI = "openai"
+
+    @property
+    def knows_all(self) -> bool:
+        return self in (Dialect.TERMGEN, Dialect.VLLM)
+
+
+def dialect_of(owner: str) -> Dialect:
+    """The dialect for a model's `owned_by`; an unknown owner is treated as OpenAI."""
+    return next((dialect for dialect in Dialect if dialect.value == owner), Dialect.OPENAI)
 
 
 def untold_params(dialect: Dialect) -> tuple[str, ...]:

@@ -38,6 +38,11 @@ _QUEUED, _SCHEDULED = RequestEventKind.QUEUED, RequestEventKind.SCHEDULED
 _RENAMED = re.compile(r"~\d+$")
 """Suffix that the engine appends to an id that is still in use."""
 
+SMALL_BODY_BYTES = 2**15
+"""A body of this size is parsed within a millisecond whatever it holds."""
+BODY_RETRY_AFTER_S = 1.0
+"""Most large bodies are parsed within this time."""
+
 
 class Ticket:
     """The place of one HTTP request. It must be closed in any case."""
@@ -283,11 +288,6 @@ class AdmissionControl:
 
 
 # -- memory for bodies ---------------------------------------------------------------------
-
-SMALL_BODY_BYTES = 2**15
-"""A body of this size is parsed within a millisecond whatever it holds."""
-BODY_RETRY_AFTER_S = 1.0
-"""Most large bodies are parsed within this time."""
 
 
 class BodyMemory:

@@ -36,6 +36,18 @@ from termgen.serving.state import ServerState
 EVENT_INTERVAL_S = 0.25
 """Interval of counting engine events: many at once would delay the streams."""
 
+BODIES: Mapping[str, Endpoint] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
+    "/v1/responses": RESPONSES,
+    "/detokenize": DETOKENIZE,
+}
+"""Declarations of the bodies of POST routes; other bodies are described as objects."""
+
+WITHOUT_BODY = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"})
+
 
 def create_app(engine: EngineClient | None, config: ServerConfig) -> Starlette:
     """The ASGI application. Without an engine it answers `loading` until one is attached."""
@@ -133,19 +145,6 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return error_response(
         for_path(request.scope, http_reply(error.status_code, detail, error.headers))
     )
-
-
-BODIES: Mapping[str, Endpoint] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETIONS,
-    "/v1/messages": MESSAGES,
-    "/v1/messages/count_tokens": COUNT_TOKENS,
-    "/v1/responses": RESPONSES,
-    "/detokenize": DETOKENIZE,
-}
-"""Declarations of the bodies of POST routes; other bodies are described as objects."""
-
-WITHOUT_BODY = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"})
 
 
 async def openapi(request: Request) -> Response:

@@ -24,6 +24,19 @@ from termgen.vocabulary.telemetry import encode_snapshot
 
 SNAPSHOT_TIMEOUT_S = 1.0
 
+HISTORY = 16_384
+"""Events kept: half a minute of a busy GPU, hours of an idle one."""
+
+MAX_LISTENERS = 8
+RETRY_AFTER_S = 5.0
+"""Listeners stay long: the server cannot know when one goes."""
+
+LINGER_S = 60.0
+"""Events are kept this long for listeners that lost their connection."""
+
+MAX_BATCH = 4096
+"""Limit for the events of one frame."""
+
 
 class EncodedSnapshot:
     """One snapshot, and its bytes once a listener needs them."""
@@ -94,19 +107,6 @@ def _same(new: EngineSnapshot, old: EngineSnapshot) -> bool:
 
 
 # -- events --------------------------------------------------------------------------------
-
-HISTORY = 16_384
-"""Events kept: half a minute of a busy GPU, hours of an idle one."""
-
-MAX_LISTENERS = 8
-RETRY_AFTER_S = 5.0
-"""Listeners stay long: the server cannot know when one goes."""
-
-LINGER_S = 60.0
-"""Events are kept this long for listeners that lost their connection."""
-
-MAX_BATCH = 4096
-"""Limit for the events of one frame."""
 
 
 @dataclass(slots=True, eq=False)  # two listeners may be at the same place

@@ -35,6 +35,33 @@ STEP_BUCKETS = (
 STEP_TOKEN_BUCKETS = tuple(float(2**i) for i in range(15))  # 1 .. 16384
 PHASES = ("schedule", "launch", "wait", "apply", "host", "device", "total")
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""vLLM's words, by sleep level."""
+WAITING_REASONS = ("capacity", "deferred")
+"""vLLM's words: capacity, where no room is free; deferred, where the engine is paused."""
+
+SAME_NAMES = frozenset(
+    {
+        *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason"),
+        "kv_cache_usage_perc",
+        *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+        "corrupted_requests",
+        *("prompt_tokens", "prompt_tokens_cached", "prompt_tokens_by_source"),
+        *("generation_tokens", "request_success", "iteration_tokens_total"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds"),
+        *("e2e_request_latency_seconds", "request_time_per_output_token_seconds"),
+        *("request_queue_time_seconds", "request_inference_time_seconds"),
+        *("request_prefill_time_seconds", "request_decode_time_seconds"),
+        *("request_prompt_tokens", "request_generation_tokens"),
+        "request_max_num_generation_tokens",
+        *("request_prefill_kv_computed_tokens", "request_params_n", "request_params_max_tokens"),
+        *("cache_config_info", "engine_sleep_state"),
+    }
+)
+"""`termgen_NAME` is `vllm:NAME`."""
+
 
 class _Histogram:
     """Counts of values by bucket, and their sum."""
@@ -165,13 +192,6 @@ class StepMetrics(Collector):
 
 
 # -- the server ----------------------------------------------------------------------------
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-"""vLLM's words, by sleep level."""
-WAITING_REASONS = ("capacity", "deferred")
-"""vLLM's words: capacity, where no room is free; deferred, where the engine is paused."""
 
 
 @dataclass(slots=True)
@@ -424,25 +444,6 @@ class GrammarMetrics(Collector):
 # The metrics under vLLM's names, for routers and dashboards made for those: only metrics that such
 # programs read, and that mean the same here. Values are read from our own metrics on collection.
 
-SAME_NAMES = frozenset(
-    {
-        *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason"),
-        "kv_cache_usage_perc",
-        *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
-        "corrupted_requests",
-        *("prompt_tokens", "prompt_tokens_cached", "prompt_tokens_by_source"),
-        *("generation_tokens", "request_success", "iteration_tokens_total"),
-        *("time_to_first_token_seconds", "inter_token_latency_seconds"),
-        *("e2e_request_latency_seconds", "request_time_per_output_token_seconds"),
-        *("request_queue_time_seconds", "request_inference_time_seconds"),
-        *("request_prefill_time_seconds", "request_decode_time_seconds"),
-        *("request_prompt_tokens", "request_generation_tokens"),
-        "request_max_num_generation_tokens",
-        *("request_prefill_kv_computed_tokens", "request_params_n", "request_params_max_tokens"),
-        *("cache_config_info", "engine_sleep_state"),
-    }
-)
-"""`termgen_NAME` is `vllm:NAME`."""
 
 OURS, THEIRS = "termgen_", "vllm:"
 

@@ -40,6 +40,9 @@ LATENCY_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # 0.01 .. 81.92
 SIZE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 N_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 
+OPERATIONS = {"/v1/completions": "text_completion"}
+"""OpenTelemetry's names of operations; every other path that generates is a `chat`."""
+
 
 class TokenMetrics(Collector):
     """Metrics that change with every token; without locks, since one thread uses them."""
@@ -249,9 +252,6 @@ class RequestMeter:
 
 
 # -- reports -------------------------------------------------------------------------------
-
-OPERATIONS = {"/v1/completions": "text_completion"}
-"""OpenTelemetry's names of operations; every other path that generates is a `chat`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,19 @@ from termgen.tui.themes import theme_files as themes
 from termgen.tui.themes.theme_chooser import ThemeChooser
 from termgen.tui.themes.theme_files import ThemeError, load_all, theme_files
 
+MOST_QUEUED = 20
+"""Writes. A start and an end take ten or so at once, and a frame two or three."""
+
+LONGEST_CLOSE_S = 2.0
+
+FAILED_START = 2
+QUIT_WINDOW_S = 2.0
+PALETTE_CLOSES_S = 0.2
+THEME_POLL_S = 1.0  # how often to see whether a theme file was saved
+TOLD_AT_START_S = 15.0  # what was wrong stays on while a model is loaded
+REDRAW_S = 0.25  # how often to see whether a terminal that was not read is read again
+
+
 # The themes of some folders, read again when their files change.
 #
 # The app polls it, from a thread as disks can be slow. A broken file is reported once, and the
@@ -105,11 +118,6 @@ def _stamp(path: Path) -> tuple[int, int]:
 # slow connection would hold up every answer. This driver never waits. While the queue is long it
 # throws frames away, and `TermgenApp` draws the whole screen again once there is room.
 
-MOST_QUEUED = 20
-"""Writes. A start and an end take ten or so at once, and a frame two or three."""
-
-LONGEST_CLOSE_S = 2.0
-
 
 class PatientDriver(LinuxDriver):
     """LinuxDriver whose `write` returns at once."""
@@ -144,13 +152,6 @@ class PatientDriver(LinuxDriver):
 
 StartEngine = Callable[[Callable[[str, float], None]], Awaitable[EngineClient]]
 StopEngine = Callable[[], Awaitable[None]]
-
-FAILED_START = 2
-QUIT_WINDOW_S = 2.0
-PALETTE_CLOSES_S = 0.2
-THEME_POLL_S = 1.0  # how often to see whether a theme file was saved
-TOLD_AT_START_S = 15.0  # what was wrong stays on while a model is loaded
-REDRAW_S = 0.25  # how often to see whether a terminal that was not read is read again
 
 
 class TermgenApp(KeyedApp):

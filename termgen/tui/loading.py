@@ -36,6 +36,8 @@ from termgen.tui.paint.spans import Row, cut, row_width
 BLOCK_WIDTH = 46
 _NAME_WIDTH = 20
 
+POLL_S = 0.1
+
 
 def loading_rows(
     phases: Sequence[tuple[str, float]], elapsed_s: float, width: int, height: int, *, quit_key: str
@@ -64,9 +66,6 @@ def phase_row(name: str, share: float, *, last: bool) -> Row:
         *bar(share, room, role="accent"),
         (percent(share).rjust(5), "muted"),
     )
-
-
-POLL_S = 0.1
 
 
 class StartupProgress:

@@ -28,6 +28,15 @@ from termgen.tui.paint.spans import Row, Span, fit, row_width, wrap
 Report = Callable[[str, float], None]
 """Called with the present phase and its progress, from any thread."""
 
+NAME_WIDTH = 24
+DETAIL_WIDTH = 12
+"""The detail column is left out below this width."""
+
+TITLE = "models"
+AROUND_ROWS = 10
+"""Rows beside the list: the filter, its message, the frame, and a margin."""
+MAX_FILTER_CHARS = 80
+
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
@@ -78,11 +87,6 @@ class ModelShelf(Protocol):
         ...
 
 
-NAME_WIDTH = 24
-DETAIL_WIDTH = 12
-"""The detail column is left out below this width."""
-
-
 def choice_row(choice: ModelChoice, width: int) -> Row:
     """The model's name, its size, and whether it is on the disk."""
     mark: Span = ("● ", "accent") if choice.is_current else ("  ", "text")
@@ -131,12 +135,6 @@ def caution(choice: ModelChoice) -> str:
     if choice.fits is False:
         parts.append("it seems too large for the memory" + ("" if parts else "; ⏎ again tries"))
     return "; ".join(parts)
-
-
-TITLE = "models"
-AROUND_ROWS = 10
-"""Rows beside the list: the filter, its message, the frame, and a margin."""
-MAX_FILTER_CHARS = 80
 
 
 class ModelScreen(ModalScreen[Switch | None]):

@@ -46,6 +46,21 @@ MAX_ARRAY_BYTES = 2**26
 
 T = TypeVar("T")
 
+_PLAIN = (bool, int, float, str)
+"""JSON's own types."""
+
+TOPICS = ("step", "request", "cache", "model")
+"""Topics a reader may choose; the first frame is always sent."""
+
+EVENT_TYPES: dict[str, type[StepRecord] | type[RequestEvent]] = {
+    "step": StepRecord,
+    "request": RequestEvent,
+}
+_TOPIC_OF: dict[type, str] = {kind: topic for topic, kind in EVENT_TYPES.items()}
+
+MAX_ROWS = 512
+"""Rows per frame; encoding holds the GIL, so keep it small."""
+
 
 class TelemetryError(TermgenError):
     """A stream that is not termgen's, or of an unknown version."""
@@ -101,21 +116,6 @@ class Model:
 
 
 Message = Opening | Events | Cache | Model
-
-_PLAIN = (bool, int, float, str)
-"""JSON's own types."""
-
-TOPICS = ("step", "request", "cache", "model")
-"""Topics a reader may choose; the first frame is always sent."""
-
-EVENT_TYPES: dict[str, type[StepRecord] | type[RequestEvent]] = {
-    "step": StepRecord,
-    "request": RequestEvent,
-}
-_TOPIC_OF: dict[type, str] = {kind: topic for topic, kind in EVENT_TYPES.items()}
-
-MAX_ROWS = 512
-"""Rows per frame; encoding holds the GIL, so keep it small."""
 
 
 @dataclass(frozen=True, slots=True)

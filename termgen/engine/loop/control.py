@@ -21,6 +21,13 @@ from termgen.errors import EngineError, RequestError
 from termgen.vocabulary.request import FinishReason, RequestStatus
 from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, FinishedRow, StepPlan, StepResult
 
+NEWEST_WEIGHT = 0.25
+"""Weight of the newest step in the mean step time."""
+WINDOW_S = 3.0
+"""Time that a pause is covered: so that one a second stays covered, even if one of them falls into
+a prefill. A pause of 20 ms that comes less often costs the device under 0.7% of its time, which is
+not worth a longer wait of every request."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Reset:
@@ -199,13 +206,6 @@ def check_level(level: object) -> None:
 #
 # A pause is measured where it costs: from the device's end of a step to the launch that its landing
 # made room for. With d steps in flight, the device is idle if that takes longer than d - 1 steps.
-
-NEWEST_WEIGHT = 0.25
-"""Weight of the newest step in the mean step time."""
-WINDOW_S = 3.0
-"""Time that a pause is covered: so that one a second stays covered, even if one of them falls into
-a prefill. A pause of 20 ms that comes less often costs the device under 0.7% of its time, which is
-not worth a longer wait of every request."""
 
 
 class RunAhead:

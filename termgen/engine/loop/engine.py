@@ -52,6 +52,22 @@ MERGE_AT = 64
 UNREAD_S = 3.0
 """A request whose deltas wait for a reader for so long runs only while no other request waits."""
 
+COLLECT_SECONDS = 30.0
+"""Interval of collecting young garbage while busy; automatic collection is off then."""
+
+FULL_COLLECTIONS = 20
+"""Every n-th of these collections is a full one, or old garbage would accumulate."""
+
+MOST_BEHIND = 1000
+"""Limit of deliveries that the event loop has not processed; the engine waits beyond it."""
+HOLD_S = 0.001
+
+STALL_SECONDS = 60.0
+"""With work queued and no step landed for this long, the engine counts as stuck."""
+
+ANSWER_SECONDS = 0.5
+"""Timeout of a probe; a step in flight goes first, and may take longer."""
+
 
 class DeltaStream:
     """Unbounded queue of a request's deltas, which are merged while the reader is behind.
@@ -117,16 +133,6 @@ class DeltaStream:
 
 
 __all__ = ["AsyncEngine", "SyncEngine"]
-
-COLLECT_SECONDS = 30.0
-"""Interval of collecting young garbage while busy; automatic collection is off then."""
-
-FULL_COLLECTIONS = 20
-"""Every n-th of these collections is a full one, or old garbage would accumulate."""
-
-MOST_BEHIND = 1000
-"""Limit of deliveries that the event loop has not processed; the engine waits beyond it."""
-HOLD_S = 0.001
 
 
 T = TypeVar("T")
@@ -494,12 +500,6 @@ def _death_of(cause: BaseException) -> EngineDeadError:
 #
 # A busy engine is healthy while steps land. An idle one gets a no-op call to run between two steps;
 # if it does not answer, that counts as work without progress.
-
-STALL_SECONDS = 60.0
-"""With work queued and no step landed for this long, the engine counts as stuck."""
-
-ANSWER_SECONDS = 0.5
-"""Timeout of a probe; a step in flight goes first, and may take longer."""
 
 
 class Health:

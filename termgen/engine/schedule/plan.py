@@ -18,6 +18,10 @@ from termgen.engine.schedule.slot_table import Fence, SlotTable
 from termgen.vocabulary.request import IntArray, Request
 from termgen.vocabulary.step import AddedRow, PromptSpan, SamplingNeeds, StepPlan
 
+_NO_IDS: IntArray = np.zeros(0, np.int32)
+
+NEVER = 1 << 62
+
 
 def sampling_needs(
     table: SlotTable, slots: IntArray, constrained: IntArray | None
@@ -143,7 +147,6 @@ class PlanBuilder:
         )
 
 
-_NO_IDS: IntArray = np.zeros(0, np.int32)
 _NO_IDS.flags.writeable = False
 
 
@@ -160,9 +163,6 @@ def _prompt_spans(table: SlotTable, slots: IntArray, counts: IntArray) -> tuple[
     wanted = np.minimum(counts, table.num_prompt[slots] - 1 - starts)
     rows = np.flatnonzero((table.num_prompt_logprobs[slots] >= 0) & (wanted > 0))
     return tuple(PromptSpan(int(row), int(starts[row]), int(wanted[row])) for row in rows)
-
-
-NEVER = 1 << 62
 
 
 class DecodeStep:

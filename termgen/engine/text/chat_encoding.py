@@ -52,6 +52,29 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 MAX_DEPTH = 64
 """Levels of nested values in messages and template variables."""
 
+UNMASKABLE = frozenset('"\\')
+"""JSON escapes these characters, so masking them would change lengths."""
+
+PIECE_CHARS = 2**14
+"""Long texts are processed in pieces of this length, as the GIL is held for each piece."""
+
+RESERVED_VARIABLES = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
+
+NUM_KEPT_TEMPLATES = 16
+"""Cache size for compiled templates of requests."""
+
+STANDARD_VARIABLES = frozenset({"tools", "documents"})
+"""Variables that may be passed to any template, even if it does not read them."""
+
+LONG_TEXT_CHARS = 1024
+"""Shorter texts take a negligible time, and are faster without a thread."""
+
 
 def _fault(message: str) -> RequestError:
     return RequestError(message, param="messages")
@@ -165,12 +188,6 @@ def count_chars(value: Any) -> int:
         return sum(map(count_chars, value))
     return 0
 
-
-UNMASKABLE = frozenset('"\\')
-"""JSON escapes these characters, so masking them would change lengths."""
-
-PIECE_CHARS = 2**14
-"""Long texts are processed in pieces of this length, as the GIL is held for each piece."""
 
 Table = Mapping[int, str]
 
@@ -309,21 +326,7 @@ def alphabets(contents: list[str]) -> tuple[str, str]:
     return "".join(sorted(letters)), "".join(sorted(punctuation))
 
 
-RESERVED_VARIABLES = (
-    "messages",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "tokenize",
-)
-
-
 Template = ChatTemplate | RequestTemplate
-NUM_KEPT_TEMPLATES = 16
-"""Cache size for compiled templates of requests."""
-
-STANDARD_VARIABLES = frozenset({"tools", "documents"})
-"""Variables that may be passed to any template, even if it does not read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,10 +648,6 @@ def _refusal(token: str) -> RequestError:
         f"the messages spell the control token {token!r}, which this model's chat template cannot"
         " show as plain text"
     )
-
-
-LONG_TEXT_CHARS = 1024
-"""Shorter texts take a negligible time, and are faster without a thread."""
 
 
 def encode_text(backend: Any, text: str, *, add_special_tokens: bool) -> Any:

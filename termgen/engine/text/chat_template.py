@@ -43,6 +43,27 @@ TEMPLATE_ERRORS = (
 )
 """Exceptions of running a template."""
 
+BOUNDED_FILTERS = frozenset(
+    "capitalize count d default dictsort e escape first float int items join last length list lower"
+    " map reject rejectattr replace reverse safe select selectattr sort string strip title tojson"
+    " trim unique upper".split()
+)
+BOUNDED_METHODS = frozenset(
+    "append capitalize count endswith find get index isdigit items join keys lower lstrip pop"
+    " removeprefix removesuffix replace rsplit rstrip split splitlines startswith strip title upper"
+    " values".split()
+)
+BOUNDED_FUNCTIONS = frozenset("dict namespace raise_exception strftime_now".split())
+MAX_CONSTANT = 10_000
+"""Largest number in a bounded template."""
+UNRELATED = "?"
+"""Placeholder for a loop over the tools inside another loop."""
+MAX_LOOPS = 4
+"""Nesting limit of loops that each iterate over a part of the outer loop's item."""
+
+GROWING = frozenset({"replace", "join"})
+"""Filters and methods whose result may be as long as the product of two texts' lengths."""
+
 
 def template_error(message: str) -> RequestError:
     return RequestError(message, param="messages")
@@ -171,25 +192,6 @@ def _strftime_now(format: str) -> str:
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
-
-
-BOUNDED_FILTERS = frozenset(
-    "capitalize count d default dictsort e escape first float int items join last length list lower"
-    " map reject rejectattr replace reverse safe select selectattr sort string strip title tojson"
-    " trim unique upper".split()
-)
-BOUNDED_METHODS = frozenset(
-    "append capitalize count endswith find get index isdigit items join keys lower lstrip pop"
-    " removeprefix removesuffix replace rsplit rstrip split splitlines startswith strip title upper"
-    " values".split()
-)
-BOUNDED_FUNCTIONS = frozenset("dict namespace raise_exception strftime_now".split())
-MAX_CONSTANT = 10_000
-"""Largest number in a bounded template."""
-UNRELATED = "?"
-"""Placeholder for a loop over the tools inside another loop."""
-MAX_LOOPS = 4
-"""Nesting limit of loops that each iterate over a part of the outer loop's item."""
 
 
 def is_bounded(source: str) -> bool:
@@ -341,10 +343,6 @@ def _constant(node: nodes.Node) -> Any:
 
 def _reads(node: nodes.Node, name: str) -> bool:
     return any(one.name == name for one in _all(node, nodes.Name))
-
-
-GROWING = frozenset({"replace", "join"})
-"""Filters and methods whose result may be as long as the product of two texts' lengths."""
 
 
 def _grows(call: nodes.Call) -> bool:

@@ -27,13 +27,12 @@ MAX_START_S = 60.0
 WORKER = "termgen.engine.text.template_worker"
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
 
+OF_REQUEST = "the chat template of the request"
+OF_MODEL = "the model's chat template"
+
 
 def fault(message: str) -> RequestError:
     return RequestError(message, param="chat_template")
-
-
-OF_REQUEST = "the chat template of the request"
-OF_MODEL = "the model's chat template"
 
 
 class RequestTemplate:

@@ -32,6 +32,8 @@ LONG_PROMPT_CHARS = 4096
 LIMIT_S = 60.0
 """With a free core a megabyte takes a second at worst, and the default limit of a body is 8 MiB."""
 
+TEMPLATE_THREADS = 2
+
 
 def is_long(prompt: Prompt) -> bool:
     """True if tokenising the prompt takes long. False for a request's own template, which has
@@ -73,8 +75,6 @@ class TextProcess:
     def close(self) -> None:
         self._helper.close()
 
-
-TEMPLATE_THREADS = 2
 
 Made = TypeVar("Made")
 

@@ -33,6 +33,10 @@ PROOF_TEXT = "One text, 2 lines:\n\tna\u00efve \u4f60\u597d \U0001f600 it's."
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
+PREFIX = "{prefix}"
+SUFFIX = "{suffix}"
+"""Placeholders for the text before and after the gap."""
+
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer of a model folder or of a .gguf file. Raises ModelError.
@@ -346,10 +350,6 @@ def _byte_fallback_bytes(token: str) -> bytes:
 #
 # Models trained for it have special tokens, whose names and order depend on the family. The
 # vocabulary shows whether a model has them. Used by the tokenizer; knows no tokenizer itself.
-
-PREFIX = "{prefix}"
-SUFFIX = "{suffix}"
-"""Placeholders for the text before and after the gap."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,28 @@ TOOL_KEYS = [
     ),
 ]
 
+COPY_KEYS = [
+    Binding(
+        "alt+1",
+        "copy_block(1)",
+        "Copy code block",
+        show=False,
+        id="chat.copy_block_1",
+        tooltip="Copy code block 1 of the last answer, 2 to 9 likewise (or click, or /code)",
+    ),
+    *(
+        Binding(
+            f"alt+{n}",
+            f"copy_block({n})",
+            f"Copy code block {n}",
+            show=False,
+            id=f"chat.copy_block_{n}",
+            tooltip=f"Copy code block {n} of the last answer",
+        )
+        for n in range(2, 10)
+    ),
+]
+
 
 def _begins(name: str, key: str, title: str, tooltip: str) -> Binding:
     return Binding(
@@ -217,24 +239,3 @@ COMMAND_KEYS = [
     _begins("import", "alt+i", "Import", "Open a chat that was exported as JSON"),
 ]
 """Keys of commands that need an argument: they type the command's name into the prompt."""
-COPY_KEYS = [
-    Binding(
-        "alt+1",
-        "copy_block(1)",
-        "Copy code block",
-        show=False,
-        id="chat.copy_block_1",
-        tooltip="Copy code block 1 of the last answer, 2 to 9 likewise (or click, or /code)",
-    ),
-    *(
-        Binding(
-            f"alt+{n}",
-            f"copy_block({n})",
-            f"Copy code block {n}",
-            show=False,
-            id=f"chat.copy_block_{n}",
-            tooltip=f"Copy code block {n} of the last answer",
-        )
-        for n in range(2, 10)
-    ),
-]

@@ -10,6 +10,37 @@ from textual.binding import Binding
 from termgen.tui.keys.keymap import Keymap, key_names
 from termgen.tui.paint.spans import Row, Span
 
+_FOOTERS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "overview": (
+        ("step_back step_on", "Step", "step_back"),
+        ("select_up select_down", "Mark", "select_up"),
+        ("window", "Span", "window"),
+    ),
+    "timeline": (
+        ("step_back step_on", "Step", "step_back"),
+        ("zoom_in zoom_out", "Zoom", "zoom_in"),
+    ),
+    "batch": (
+        ("step_back step_on", "Step", "step_back"),
+        ("select_up select_down", "Request", "select_up"),
+    ),
+    "blocks": (
+        ("step_back step_on select_up select_down", "Move", "step_back"),
+        ("zoom_in zoom_out", "Zoom", "zoom_in"),
+    ),
+    "request": (("select_up select_down", "Request", "select_up"),),
+    "graphs": (),
+    "log": (
+        ("select_up select_down", "Scroll", "select_up"),
+        ("log_level", "Level", "log_level"),
+        ("search", "Find", "search"),
+    ),
+}
+_OF_REPLAYS = (
+    ("seek_back seek_on", "10 s", "seek_back"),
+    ("slower faster", "Speed", "slower"),
+)
+
 
 class Page(NamedTuple):
     name: str
@@ -217,37 +248,6 @@ KEYS = [
     ),
     Binding("f2,1", "app.show('chat')", "Chat", id="dashboard.chat", tooltip="Go to the chat"),
 ]
-
-_FOOTERS: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "overview": (
-        ("step_back step_on", "Step", "step_back"),
-        ("select_up select_down", "Mark", "select_up"),
-        ("window", "Span", "window"),
-    ),
-    "timeline": (
-        ("step_back step_on", "Step", "step_back"),
-        ("zoom_in zoom_out", "Zoom", "zoom_in"),
-    ),
-    "batch": (
-        ("step_back step_on", "Step", "step_back"),
-        ("select_up select_down", "Request", "select_up"),
-    ),
-    "blocks": (
-        ("step_back step_on select_up select_down", "Move", "step_back"),
-        ("zoom_in zoom_out", "Zoom", "zoom_in"),
-    ),
-    "request": (("select_up select_down", "Request", "select_up"),),
-    "graphs": (),
-    "log": (
-        ("select_up select_down", "Scroll", "select_up"),
-        ("log_level", "Level", "log_level"),
-        ("search", "Find", "search"),
-    ),
-}
-_OF_REPLAYS = (
-    ("seek_back seek_on", "10 s", "seek_back"),
-    ("slower faster", "Speed", "slower"),
-)
 
 
 def footer_keys(

@@ -25,6 +25,32 @@ COLOURED_AS_ONE = 12_000
 """Characters up to which a complete block is coloured anew, as a whole: it takes as long as a frame
 may. A longer one stays as it was while it grew."""
 
+MAX_HIGHLIGHTED_CHARS = 100_000
+"""Beyond this a block is shown plain."""
+
+_ROLES = {
+    "Keyword": "syn-keyword",
+    "Keyword.Type": "syn-type",
+    "Name.Builtin": "syn-type",
+    "Name.Class": "syn-type",
+    "Name.Exception": "syn-type",
+    "Name.Function": "syn-function",
+    "Name.Decorator": "syn-function",
+    "Name.Tag": "syn-keyword",
+    "Name.Attribute": "syn-function",
+    "Operator": "syn-operator",
+    "Operator.Word": "syn-keyword",
+    "Punctuation": "syn-operator",
+    "Literal.String": "syn-string",
+    "Literal.Number": "syn-number",
+    "Comment": "syn-comment/i",
+    "Comment.Preproc": "syn-keyword",
+    "Generic.Deleted": "bad",
+    "Generic.Inserted": "good",
+    "Generic.Heading": "heading",
+    "Generic.Subheading": "muted",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class CodeBlock:
@@ -100,32 +126,6 @@ def _on_code(role: str) -> str:
 # Source code to coloured spans, through Pygments.
 #
 # Pygments and its lexers are imported on first use: a chat without code never pays for them.
-
-MAX_HIGHLIGHTED_CHARS = 100_000
-"""Beyond this a block is shown plain."""
-
-_ROLES = {
-    "Keyword": "syn-keyword",
-    "Keyword.Type": "syn-type",
-    "Name.Builtin": "syn-type",
-    "Name.Class": "syn-type",
-    "Name.Exception": "syn-type",
-    "Name.Function": "syn-function",
-    "Name.Decorator": "syn-function",
-    "Name.Tag": "syn-keyword",
-    "Name.Attribute": "syn-function",
-    "Operator": "syn-operator",
-    "Operator.Word": "syn-keyword",
-    "Punctuation": "syn-operator",
-    "Literal.String": "syn-string",
-    "Literal.Number": "syn-number",
-    "Comment": "syn-comment/i",
-    "Comment.Preproc": "syn-keyword",
-    "Generic.Deleted": "bad",
-    "Generic.Inserted": "good",
-    "Generic.Heading": "heading",
-    "Generic.Subheading": "muted",
-}
 
 
 def highlight(code: str, language: str) -> list[Row]:

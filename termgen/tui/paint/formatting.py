@@ -10,6 +10,9 @@ from termgen.vocabulary.durations import clock, duration, took
 
 __all__ = ["age", "brief_id", "clock", "count", "duration", "percent", "plural", "rate", "took"]
 
+_MADE_ID = re.compile(r"(?:([a-z]+)[-_])?([0-9a-f]{8})[0-9a-f]{16,}(.*)")
+_KINDS = {"chatcmpl": "chat", "cmpl": "text", "resp": "response", "msg": "message"}
+
 
 def count(value: float) -> str:
     """1234 -> 1.2k; at most five characters below a trillion."""
@@ -51,10 +54,6 @@ def percent(share: float | None) -> str:
     if value < 0.05:
         return "0%"
     return f"{value:.1f}%" if value < 9.95 else f"{value:.0f}%"
-
-
-_MADE_ID = re.compile(r"(?:([a-z]+)[-_])?([0-9a-f]{8})[0-9a-f]{16,}(.*)")
-_KINDS = {"chatcmpl": "chat", "cmpl": "text", "resp": "response", "msg": "message"}
 
 
 def brief_id(request_id: str) -> str:

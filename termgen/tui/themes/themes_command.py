@@ -23,6 +23,58 @@ from termgen.tui.themes.theme_files import (
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
+_COLORS = {
+    "primary": "names, keys, links, whatever is active",
+    "secondary": "figures of time",
+    "accent": "your own messages",
+    "warning": "what needs attention",
+    "error": "what went wrong",
+    "success": "what went well",
+    "foreground": "text",
+    "background": "behind everything",
+    "surface": "behind code",
+    "panel": "behind a selection",
+}
+ROLE_WORDS = {
+    "text": "ordinary text",
+    "muted": "labels and asides: still to be read",
+    "faint": "what may be overlooked",
+    "border": "frames and empty tracks of bars",
+    "accent": "names, keys, cursors",
+    "good": "✓",
+    "warn": "!",
+    "bad": "✗",
+    "user": "your messages in the chat",
+    "heading": "headings in answers",
+    "link": "links in answers",
+    "prefill": "prompt tokens being read",
+    "decode": "tokens being written",
+    "padding": "what a graph computes for nobody",
+    "latency": "figures of time",
+    "mode-full": "F: a step from one whole graph",
+    "mode-piecewise": "P: a step from pieces",
+    "mode-none": "N: a step without a graph",
+    "kv-free": "a free block",
+    "kv-cached": "a block kept for a later hit",
+    "kv-active": "a block in use",
+    "kv-active-alt": "the same, of every other request",
+    "kv-shared": "a block of several requests",
+    "kv-selected": "the blocks of the marked request",
+    "kv-evicted": "a block whose cached prefix was just forgotten",
+    "code-text": "code",
+    "syn-keyword": "code: keywords",
+    "syn-string": "code: strings",
+    "syn-number": "code: numbers",
+    "syn-comment": "code: comments",
+    "syn-function": "code: functions",
+    "syn-type": "code: types",
+    "syn-operator": "code: operators",
+    "background": "behind everything",
+    "surface": "behind panels",
+    "code": "behind code",
+    "select": "behind a selection",
+}
+
 
 def list_themes() -> None:
     """Every theme by name, and what is wrong with files that are none."""
@@ -81,57 +133,6 @@ def new_theme(name: str, *, like: str) -> None:
     print(f"{path}\nsee it with `termgen chat --theme {name}`; it follows the file as you save it")
 
 
-_COLORS = {
-    "primary": "names, keys, links, whatever is active",
-    "secondary": "figures of time",
-    "accent": "your own messages",
-    "warning": "what needs attention",
-    "error": "what went wrong",
-    "success": "what went well",
-    "foreground": "text",
-    "background": "behind everything",
-    "surface": "behind code",
-    "panel": "behind a selection",
-}
-ROLE_WORDS = {
-    "text": "ordinary text",
-    "muted": "labels and asides: still to be read",
-    "faint": "what may be overlooked",
-    "border": "frames and empty tracks of bars",
-    "accent": "names, keys, cursors",
-    "good": "✓",
-    "warn": "!",
-    "bad": "✗",
-    "user": "your messages in the chat",
-    "heading": "headings in answers",
-    "link": "links in answers",
-    "prefill": "prompt tokens being read",
-    "decode": "tokens being written",
-    "padding": "what a graph computes for nobody",
-    "latency": "figures of time",
-    "mode-full": "F: a step from one whole graph",
-    "mode-piecewise": "P: a step from pieces",
-    "mode-none": "N: a step without a graph",
-    "kv-free": "a free block",
-    "kv-cached": "a block kept for a later hit",
-    "kv-active": "a block in use",
-    "kv-active-alt": "the same, of every other request",
-    "kv-shared": "a block of several requests",
-    "kv-selected": "the blocks of the marked request",
-    "kv-evicted": "a block whose cached prefix was just forgotten",
-    "code-text": "code",
-    "syn-keyword": "code: keywords",
-    "syn-string": "code: strings",
-    "syn-number": "code: numbers",
-    "syn-comment": "code: comments",
-    "syn-function": "code: functions",
-    "syn-type": "code: types",
-    "syn-operator": "code: operators",
-    "background": "behind everything",
-    "surface": "behind panels",
-    "code": "behind code",
-    "select": "behind a selection",
-}
 assert set(ROLE_WORDS) == ROLES
 
 

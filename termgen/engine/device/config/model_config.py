@@ -20,6 +20,40 @@ from termgen.errors import UnsupportedModelError
 HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 TORCH_DTYPES = ("float32", "bfloat16", "float16")
 
+_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
+}
+"""Values of keys that a config.json leaves out, where transformers' class for the architecture has
+another default than most. A key that is null keeps that meaning."""
+
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+_SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
+"""Keys that a config with a vision part may hold for both parts."""
+_GEMMA3_REFUSED = (
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "use_bidirectional_attention",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
@@ -296,16 +330,6 @@ _FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
-_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
-    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
-}
-"""Values of keys that a config.json leaves out, where transformers' class for the architecture has
-another default than most. A key that is null keeps that meaning."""
-
 
 def is_known(config: Mapping[str, Any]) -> bool:
     """True if a config.json is of a family that termgen has code of its own for."""
@@ -435,31 +459,6 @@ def _layer_list(read: ConfigReader, key: str, num_layers: int) -> frozenset[int]
         if type(layer) is not int or not 0 <= layer < num_layers:
             read.fail(key, f"must hold layers from 0 to {num_layers - 1}, not {layer!r}")
     return frozenset(layers)
-
-
-_GEMMA3_DEFAULTS = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-}
-_SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
-"""Keys that a config with a vision part may hold for both parts."""
-_GEMMA3_REFUSED = (
-    "final_logit_softcapping",
-    "attn_logit_softcapping",
-    "use_bidirectional_attention",
-)
 
 
 def _gemma3_keys(read: ConfigReader) -> ConfigReader:

@@ -29,6 +29,8 @@ MAX_INDEX_BYTES = 1 << 26
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _TOKEN_KEYS = ("bos_token_id", "pad_token_id")
 
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
 
 class Checkpoint(Protocol):
     """An open model. Tensors come one at a time; none is kept here."""
@@ -48,9 +50,6 @@ class Checkpoint(Protocol):
         write to it: it may be a view of the file."""
 
     def close(self) -> None: ...
-
-
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def load_model_config(path: Path | str, *, model_impl: str = "auto") -> ModelConfig:

@@ -41,6 +41,14 @@ Value = Any
 Emit = Callable[["Emitter", Sequence[Value], Value, Value], None]
 """(emitter, arguments, first, end): emits a kernel's work on items first..end - 1."""
 
+_BYTES_PER_THREAD = 2**15
+"""One thread reads so much in the time that it takes to wake another and wait for it."""
+_LN2_UPPER = float(np.float32(math.log(2)))
+_LN2_LOWER = math.log(2) - _LN2_UPPER
+
+_C_TYPES = {POINTER: ctypes.c_void_p, INT64: ctypes.c_int64, FLOAT: ctypes.c_float}
+_OPENMP_NAMES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
 
 @dataclass(frozen=True, slots=True)
 class Definition:
@@ -168,12 +176,6 @@ def _all(number: float) -> Value:
     return ir.Constant(FLOATS, [number] * LANES)
 
 
-_BYTES_PER_THREAD = 2**15
-"""One thread reads so much in the time that it takes to wake another and wait for it."""
-_LN2_UPPER = float(np.float32(math.log(2)))
-_LN2_LOWER = math.log(2) - _LN2_UPPER
-
-
 def _exp_polynomial(degree: int) -> list[float]:
     """Coefficients of e ** f for f up to ln 2 / 2 from 0, lowest first: the polynomial that equals
     it in the Chebyshev points, close to the best of its degree."""
@@ -229,10 +231,6 @@ def compile_kernels(definitions: Mapping[str, Definition]) -> dict[str, Kernel]:
         function.owner = engine  # type: ignore[attr-defined]  # frees the code when it goes
         functions[name] = function
     return functions
-
-
-_C_TYPES = {POINTER: ctypes.c_void_p, INT64: ctypes.c_int64, FLOAT: ctypes.c_float}
-_OPENMP_NAMES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 def _load_openmp() -> bool:

@@ -19,6 +19,10 @@ from termgen.engine.device.runner.dispatch import Dispatch
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import CORRUPT_TOKEN, StepLogprobs, StepPlan, StepResult
 
+REFERENCE_MS = 4096.0
+"""Interval after which another event becomes the reference: times between events are float32, which
+at this distance still resolve quarters of a microsecond."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
@@ -162,10 +166,6 @@ class AsyncOutput(RecordedOutput):
 # The clock. With queued steps, the time of a launch says little about when the device ran it. Two
 # events around the step's operations are exact, but only relative to other events. The runner has
 # one clock per engine on CUDA; once it is created, it never waits for the device.
-
-REFERENCE_MS = 4096.0
-"""Interval after which another event becomes the reference: times between events are float32, which
-at this distance still resolve quarters of a microsecond."""
 
 
 class TimingEvent(Protocol):

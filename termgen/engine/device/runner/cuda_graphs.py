@@ -38,6 +38,17 @@ from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, GraphStatus, StepPlan
 
 NamedTensor = tuple[str, torch.Tensor]
 
+RING_SIZE = 32
+"""Steps whose tokens are kept: more than ever are in flight."""
+
+MOST_PADDING = 2
+"""Largest ratio of tokens of a recording that replaces a missing one."""
+
+USEFUL_DECODES = 8
+"""Decodes with up to this many rows are recorded before serving: a few conversations."""
+USEFUL_TOKENS = 128
+"""Likewise the tokens of steps that hold prompts: most chat messages."""
+
 
 def tensors_of(owner: str, holder: Any) -> list[NamedTensor]:
     """The tensors among an object's attributes, named `owner.attribute`."""
@@ -87,12 +98,7 @@ ModelRunner.step_on_device."""
 Recording = BatchDescriptor | int
 """Key of a recording: the descriptor of a full graph, or the token count of piecewise graphs."""
 
-RING_SIZE = 32
-"""Steps whose tokens are kept: more than ever are in flight."""
 assert RING_SIZE > MAX_STEPS_IN_FLIGHT
-
-MOST_PADDING = 2
-"""Largest ratio of tokens of a recording that replaces a missing one."""
 
 
 class RecordingError(Exception):
@@ -378,11 +384,6 @@ class FullGraphs:
 # The order of recordings. All share one memory pool, so the largest of each kind comes first: the
 # pool then has its full size, and every later recording fits into it, whatever the order. With
 # capture in the background serving waits only for the most useful sizes.
-
-USEFUL_DECODES = 8
-"""Decodes with up to this many rows are recorded before serving: a few conversations."""
-USEFUL_TOKENS = 128
-"""Likewise the tokens of steps that hold prompts: most chat messages."""
 
 
 def split_by_use(

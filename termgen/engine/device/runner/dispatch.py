@@ -14,6 +14,24 @@ from dataclasses import dataclass
 from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 from termgen.vocabulary.step import SamplingNeeds
 
+EVERYTHING = SamplingNeeds(
+    filters=True,
+    grammar=True,
+    penalties=True,
+    min_tokens=True,
+    edits=True,
+    max_logprobs=MAX_LOGPROBS,
+)
+"""All sampler features at once."""
+
+PLAIN_TOKENS = 64
+"""Steps with prompts and more tokens than this are recorded for any sampling alone: its few
+launches are a small part of them."""
+
+RECORDED_SHARE = 0.02
+"""Share of the device's memory that the activations of recordings may take: a second copy, beside
+that of steps without a recording."""
+
 
 class GraphMode(enum.StrEnum):
     FULL = "FULL"
@@ -47,27 +65,12 @@ def variant_of(needs: SamplingNeeds) -> SamplingVariant:
     return SamplingVariant.PLAIN if needs.is_plain else SamplingVariant.ANY
 
 
-EVERYTHING = SamplingNeeds(
-    filters=True,
-    grammar=True,
-    penalties=True,
-    min_tokens=True,
-    edits=True,
-    max_logprobs=MAX_LOGPROBS,
-)
-"""All sampler features at once."""
-
 NEEDS = {
     SamplingVariant.PLAIN: SamplingNeeds(),
     SamplingVariant.ANY: EVERYTHING._replace(grammar=False),
     SamplingVariant.MASKED: EVERYTHING._replace(max_logprobs=None),
 }
 """Sampler features of the recordings that sample."""
-
-
-PLAIN_TOKENS = 64
-"""Steps with prompts and more tokens than this are recorded for any sampling alone: its few
-launches are a small part of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +114,6 @@ def mixed_sizes(max_num_batched_tokens: int, largest: int = 8192) -> tuple[int, 
     middle = (*range(128, 1025, 64), *range(1152, 2049, 128))
     sizes = {16, 32, 64, *middle, *range(2560, 8193, 512)}
     return tuple(sorted(s for s in sizes if s <= min(largest, max_num_batched_tokens)))
-
-
-RECORDED_SHARE = 0.02
-"""Share of the device's memory that the activations of recordings may take: a second copy, beside
-that of steps without a recording."""
 
 
 def most_recorded_tokens(max_num_batched_tokens: int, activations: int, total: int) -> int:

@@ -24,6 +24,30 @@ from termgen.config import EngineConfig
 from termgen.errors import ConfigError, ModelError
 from termgen.vocabulary.memory_ledger import GIB, MIB, MemoryLedger, size
 
+CPU_KV_BYTES = GIB
+"""Default KV cache on a CPU; grown to hold one full context if memory allows."""
+
+LEAST_BYTES_PER_GRAPH = 2 * MIB
+"""Reserve per recording. Recordings share their memory except for the driver's, which is less for
+small models but is allocated in pieces of this size."""
+
+ADVICE: dict[str, tuple[str, str]] = {
+    "workspace": (
+        "max_num_seqs",
+        "the buffers of requests and attention: lower max_num_seqs, max_model_len or "
+        "max_num_batched_tokens",
+    ),
+    "activations": (
+        "max_num_batched_tokens",
+        "the largest step: lower max_num_batched_tokens or max_num_seqs",
+    ),
+    "graphs": (
+        "cudagraph_mode",
+        "CUDA graphs: set cudagraph_mode to none, or lower max_num_seqs or gpu_memory_utilization",
+    ),
+}
+"""Part being allocated -> (setting at fault, advice if it does not fit)."""
+
 
 class MemoryMeter(Protocol):
     """One device, seen from this process."""
@@ -113,31 +137,6 @@ class HostMeter:
 
 def make_meter(device: torch.device) -> MemoryMeter:
     return CudaMeter(device) if device.type == "cuda" else HostMeter()
-
-
-CPU_KV_BYTES = GIB
-"""Default KV cache on a CPU; grown to hold one full context if memory allows."""
-
-LEAST_BYTES_PER_GRAPH = 2 * MIB
-"""Reserve per recording. Recordings share their memory except for the driver's, which is less for
-small models but is allocated in pieces of this size."""
-
-ADVICE: dict[str, tuple[str, str]] = {
-    "workspace": (
-        "max_num_seqs",
-        "the buffers of requests and attention: lower max_num_seqs, max_model_len or "
-        "max_num_batched_tokens",
-    ),
-    "activations": (
-        "max_num_batched_tokens",
-        "the largest step: lower max_num_batched_tokens or max_num_seqs",
-    ),
-    "graphs": (
-        "cudagraph_mode",
-        "CUDA graphs: set cudagraph_mode to none, or lower max_num_seqs or gpu_memory_utilization",
-    ),
-}
-"""Part being allocated -> (setting at fault, advice if it does not fit)."""
 
 
 @dataclass(frozen=True, slots=True)

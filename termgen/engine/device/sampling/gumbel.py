@@ -37,6 +37,9 @@ _LARGEST_UNIFORM = 1.0 - 2.0**-24  # the float32 just below 1
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
+# Noise for single indices costs about four times as much per index as noise for a whole row.
+_SPARSE_SHARE = 1 / 8
+
 
 class Stream(enum.IntEnum):
     """Independent sequences for one (seed, position). The numbers are part of the output."""
@@ -125,10 +128,6 @@ def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
     a token win that is 20 nats behind.
     """
     return uniform_from_bits(bits).neg_().log1p_().neg_().log_().neg_()
-
-
-# Noise for single indices costs about four times as much per index as noise for a whole row.
-_SPARSE_SHARE = 1 / 8
 
 
 def gumbel_argmax(

@@ -51,6 +51,26 @@ LEFT_OUT = "left_out_turns"
 
 R = TypeVar("R", "SessionRecord", "TurnRecord")
 
+_TIMES = ("created_s", "updated_s", "asked_s")
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "created_s": (int, float),
+    "updated_s": (int, float),
+    "asked_s": (int, float),
+    "system_prompt": (str, type(None)),
+    "parent_id": (str, type(None)),
+    "params": (dict,),
+    "figures": (dict,),
+    "is_chosen": (bool,),
+}
+"""Type of each field of an export; fields that are not listed are text."""
+
+MAX_TIME_S = 1e11
+"""No calendar goes farther."""
+
+MAX_IMPORT_BYTES = 64 << 20
+FORMS = ("md", "json")
+USAGE = "/export [md|json] PATH; -f first writes over a file"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
@@ -277,20 +297,6 @@ def from_json(text: str) -> tuple[SessionRecord, list[TurnRecord]]:
     return session, turns
 
 
-_TIMES = ("created_s", "updated_s", "asked_s")
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "created_s": (int, float),
-    "updated_s": (int, float),
-    "asked_s": (int, float),
-    "system_prompt": (str, type(None)),
-    "parent_id": (str, type(None)),
-    "params": (dict,),
-    "figures": (dict,),
-    "is_chosen": (bool,),
-}
-"""Type of each field of an export; fields that are not listed are text."""
-
-
 def record_of(record_class: type[R], given: Any, where: str) -> R:
     """A record from values that may be anything. Raises `ChatStoreError`."""
     if not isinstance(given, dict):
@@ -343,9 +349,6 @@ def _folded(summary: str, text: str) -> str:
 
 
 # What a turn holds beside its question and answer, as plain data for the store, and back.
-
-MAX_TIME_S = 1e11
-"""No calendar goes farther."""
 
 
 def extras_of(turn: Turn) -> dict[str, Any]:
@@ -412,11 +415,6 @@ def seconds(value: Any) -> float:
     if not 0 <= number < MAX_TIME_S:
         raise ValueError(f"{number:g} is no number of seconds")
     return number
-
-
-MAX_IMPORT_BYTES = 64 << 20
-FORMS = ("md", "json")
-USAGE = "/export [md|json] PATH; -f first writes over a file"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,10 @@ from termgen.vocabulary.sampling_params import SamplingParams
 MAX_IDS = 250_000
 """Ids kept over all answers; the newest answer is kept whatever its length."""
 
+_UNKNOWN_TO_SERVERS = frozenset(
+    ("prompt_logprobs", "add_generation_prompt", "continue_final_message")
+)
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenTokens:
@@ -56,11 +60,6 @@ class AnswerTokens:
         num_ids = sum(map(len, self._written.values()))
         while num_ids > self._max_ids and len(self._written) > 1:
             num_ids -= len(self._written.popitem(last=False)[1])
-
-
-_UNKNOWN_TO_SERVERS = frozenset(
-    ("prompt_logprobs", "add_generation_prompt", "continue_final_message")
-)
 
 
 async def score_written(client: EngineClient, written: WrittenTokens) -> TokenScores:

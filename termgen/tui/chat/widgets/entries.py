@@ -40,6 +40,8 @@ FOLD_ROLE = "muted@background"
 """Role of the line that folds and unfolds the thoughts; no text uses it."""
 _EDGE: Span = ("│ ", "faint")
 
+_INDENT: Row = (("  ", "text"),)
+
 
 class ThoughtRows:
     """Reads a growing `Thought`. Work is proportional to what is open, not to the length."""
@@ -113,9 +115,6 @@ class ThoughtRows:
 def _wrapped(lines: str, width: int) -> list[Row]:
     room = max(1, width - 2)
     return [(_EDGE, *row) for line in lines.split("\n") for row in wrap([(line, "muted")], room)]
-
-
-_INDENT: Row = (("  ", "text"),)
 
 
 class QuestionEntry:

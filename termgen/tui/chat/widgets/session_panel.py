@@ -30,6 +30,8 @@ DAY_S = 86_400.0
 ROOMY_WIDTH = 60
 """Width at which a row also shows the model."""
 
+MAX_SEARCH_CHARS = 200
+
 
 @dataclass(frozen=True, slots=True)
 class ListedRow:
@@ -101,9 +103,6 @@ def age_group(then_s: float, now_s: float) -> str:
 def empty_list_rows(words: str, width: int) -> list[Row]:
     said = f"No chat has {words!r}." if words else "No chats yet: ask something."
     return [(), ((cut(clean_line(said), width), "muted"),)]
-
-
-MAX_SEARCH_CHARS = 200
 
 
 class SessionList(Canvas, can_focus=True):

@@ -37,6 +37,11 @@ from termgen.tui.paint.spans import Row, row_text
 AT_ONCE = 2048
 """Characters laid out within a frame, in about 8 ms; the thread does the rest."""
 
+MAX_TEXT_WIDTH = 96
+SIDE_MARGIN = 2
+_PLACE: tuple[Row, ...] = ((), (("…", "faint"),))
+"""Placeholder for an entry without rows."""
+
 
 @runtime_checkable
 class LongEntry(Protocol):
@@ -87,11 +92,6 @@ class LayoutWork:
 
 Entry = Callable[[int], Sequence[Row]]
 """Rows for a width in cells."""
-
-MAX_TEXT_WIDTH = 96
-SIDE_MARGIN = 2
-_PLACE: tuple[Row, ...] = ((), (("…", "faint"),))
-"""Placeholder for an entry without rows."""
 
 
 class Transcript(ScrollView, can_focus=False):

@@ -41,6 +41,25 @@ _KIND = attrgetter(
     "graph_mode", "graph_reason", "num_decode_rows", "num_prefill_tokens", "num_padded_tokens"
 )
 
+HISTORY_BUCKETS = 480
+RATE_BUCKETS = 4
+"""Rates are averages over the last full second."""
+STEP_HISTORY = 1024
+STEP_WINDOW_S = 30
+HOST_READ_S = 0.9
+"""Processor time over less than this says little."""
+KEPT_S = HISTORY_BUCKETS * BUCKET_NS // 1_000_000_000
+"""How far back times are known: of steps and gaps, 30 s of it are shown unless one asks for more;
+of what comes but once a request, all."""
+FINISHED_KEPT = 64
+SNAPSHOT_BYTES = 32 * 2**20
+"""Memory for past snapshots, to step back through."""
+ROW_BYTES = 64 * 1024
+"""Allowance for the requests of a snapshot."""
+TRACKED_REQUESTS = 2048
+STEP_TOKENS = attrgetter("num_prefill_tokens", "num_decode_rows", "num_padded_tokens")
+_MODE = attrgetter("graph_mode")
+
 
 @dataclass(frozen=True, slots=True)
 class SizeFigures:
@@ -131,26 +150,6 @@ def graphs_before(figures: GraphFigures, later: Sequence[StepRecord]) -> GraphFi
     stats._reasons = Counter({(mode, why): number for mode, why, number in figures.reasons})
     stats.add(later, sign=-1)
     return stats.figures
-
-
-HISTORY_BUCKETS = 480
-RATE_BUCKETS = 4
-"""Rates are averages over the last full second."""
-STEP_HISTORY = 1024
-STEP_WINDOW_S = 30
-HOST_READ_S = 0.9
-"""Processor time over less than this says little."""
-KEPT_S = HISTORY_BUCKETS * BUCKET_NS // 1_000_000_000
-"""How far back times are known: of steps and gaps, 30 s of it are shown unless one asks for more;
-of what comes but once a request, all."""
-FINISHED_KEPT = 64
-SNAPSHOT_BYTES = 32 * 2**20
-"""Memory for past snapshots, to step back through."""
-ROW_BYTES = 64 * 1024
-"""Allowance for the requests of a snapshot."""
-TRACKED_REQUESTS = 2048
-STEP_TOKENS = attrgetter("num_prefill_tokens", "num_decode_rows", "num_padded_tokens")
-_MODE = attrgetter("graph_mode")
 
 
 class HostReading(NamedTuple):
