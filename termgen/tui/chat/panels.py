@@ -30,6 +30,11 @@ MAX_SYSTEM_CHARS = 50_000
 """Characters of a system prompt, pasted ones too."""
 
 
+class Fields(VerticalScroll, can_focus=False, inherit_bindings=False):
+    """A box that scrolls to the focused field. It has no keys of its own: the arrows, which would
+    scroll it, go from field to field."""
+
+
 class SamplingPanel(ModalScreen[SamplingParams | None]):
     """One field for each parameter; what is wrong with a value stands beside it."""
 
@@ -69,7 +74,7 @@ class SamplingPanel(ModalScreen[SamplingParams | None]):
         self._defaults = defaults
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll(id="sampling", classes="panel", can_focus=False) as box:
+        with Fields(id="sampling", classes="panel") as box:
             box.border_title = "sampling"
             key = partial(brief_key_of, self)
             box.border_subtitle = (

@@ -111,3 +111,21 @@ async def test_what_is_opened_is_not_covered_by_notices() -> None:
             assert len(app._notifications) == 0
             await pilot.press("escape")
             await pilot.pause()
+
+
+async def test_arrows_go_through_the_values_in_a_small_terminal_too() -> None:
+    app = FrozenApp(chat_engine(Script(pieces=("ok",))))
+    async with app.run_test(size=(80, 10)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f3")
+        panel = await opened(app, pilot, SamplingPanel)
+        names = [field.id for field in panel.query(Input)]
+        assert panel.query_one("#sampling").max_scroll_y > 0, "not all of them are seen"
+        for name in names[1:]:
+            await pilot.press("down")
+            focused = app.focused
+            assert focused is not None and focused.id == name
+            await pilot.pause()
+            assert panel.query_one("#sampling").region.contains_region(focused.region)
+        await pilot.press("up")
+        assert app.focused is panel.query_one(f"#{names[-2]}")
