@@ -3,12 +3,16 @@ the engine is remote (`attach`) or recorded (`replay`)."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
 from termgen.client import ModelInfo
 from termgen.errors import EngineError
 from termgen.vocabulary.events import EngineSnapshot, EventBus, EventRing
 from termgen.vocabulary.telemetry import Cache, Events, Message, Opening
+
+PASSED_KEPT = 64
+"""Snapshots that wait for a screen that is hidden."""
 
 
 class EngineFeed(Protocol):
@@ -33,6 +37,8 @@ class StreamFeed:
     def __init__(self, opening: Opening) -> None:
         self._bus = EventBus()
         self._snapshot: EngineSnapshot | None = None
+        self._passed: deque[EngineSnapshot] = deque(maxlen=PASSED_KEPT)
+        """Snapshots that were passed on since `drain_snapshots`."""
         self.begun: EngineSnapshot | None = None
         """The state before the first event of this epoch, if it was sent."""
         self.stream = ""
@@ -62,6 +68,13 @@ class StreamFeed:
             raise EngineError("the engine has not told of its state yet")
         return self._snapshot
 
+    def drain_snapshots(self) -> list[EngineSnapshot]:
+        """Every snapshot since the last call, oldest first, for looking back: a frame of the screen
+        shows the newest alone."""
+        passed = list(self._passed)
+        self._passed.clear()
+        return passed
+
     def events(self, capacity: int = 4096) -> EventRing:
         return self._bus.subscribe(capacity)
 
@@ -79,6 +92,7 @@ class StreamFeed:
                 self._bus.publish(event)
         elif isinstance(message, Cache):
             self._snapshot = message.snapshot
+            self._passed.append(message.snapshot)
         else:
             self.model, self.status = message.model, message.status
             if isinstance(message, Opening):
@@ -88,6 +102,7 @@ class StreamFeed:
         if opening.stream != self.stream:
             self.epoch += bool(self.stream)
             self._snapshot, self.begun = None, opening.snapshot
+            self._passed.clear()
         self.stream, self.opening = opening.stream, opening
         self.num_dropped = opening.dropped
         self._snapshot = opening.snapshot or self._snapshot

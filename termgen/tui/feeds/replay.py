@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from termgen.errors import TermgenError
-from termgen.tui.feeds.feed import StreamFeed
+from termgen.tui.feeds.feed import PASSED_KEPT, StreamFeed
 from termgen.tui.paint.formatting import clock
 from termgen.vocabulary.events import RequestEvent
 from termgen.vocabulary.telemetry import (
@@ -97,15 +97,17 @@ class ReplayFeed(StreamFeed):
 
         Another stream begins a part of its own: its events are not to be taken for older ones.
         """
-        now, num_events = self.now_ns(), 0
+        now, num_events, num_snapshots = self.now_ns(), 0, 0
         while self._next < len(self._frames) and self._times[self._next] <= now:
             frame = self._frames[self._next][1]
-            if num_events >= PART_EVENTS or (num_events and frame.event == "snapshot"):
+            is_full = num_events >= PART_EVENTS or num_snapshots >= PASSED_KEPT
+            if is_full or (num_events and frame.event == "snapshot"):
                 return True
             self._next += 1
             message = decode(frame)
             if isinstance(message, Events):
                 num_events += len(message.events)
+            num_snapshots += isinstance(message, Cache)
             if message is not None:
                 self.take(message)
         return False
@@ -133,6 +135,7 @@ class ReplayFeed(StreamFeed):
     def _restore(self, place: int) -> None:
         """Everything as it stood before a frame, and nothing of what came later."""
         self.stream, self._snapshot, self.begun = "", None, None
+        self._passed.clear()
         begun = self._last_before(place, "snapshot")
         if begun is None:
             return  # the first frame is played again

@@ -28,6 +28,7 @@ from termgen.errors import EngineError
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.state import event_reader as intake
 from termgen.tui.dashboard.state.event_reader import EventReader
+from termgen.tui.dashboard.state.past import as_of
 from termgen.tui.dashboard.state.request_history import Doing
 from termgen.tui.dashboard.state.store import STEP_HISTORY
 from termgen.tui.feed_app import TopApp
@@ -100,6 +101,28 @@ async def test_after_a_quiet_stretch_the_state_is_that_of_then() -> None:
     assert (await feed.snapshot()).num_finished == 5
     feed.seek(-297 * SECOND)
     assert (await feed.snapshot()).num_finished == 3
+
+
+async def test_each_step_of_a_recording_has_its_own_snapshot() -> None:
+    """Many are passed in one frame of the screen, and again after the recording is turned."""
+    frames = [opened(0, busy_snapshot(at(0)))]
+    for i in range(1, 200):
+        frames += [stepped(i / 4, i), state(i / 4, finished=i)]
+    clock = Clock()
+    feed = ReplayFeed(frames, now_ns=clock)
+    reader = EventReader(feed, feed.now_ns)
+    for seconds, turned, newest in ((45, 0, 180), (0, -5, 160)):
+        clock.ns += seconds * SECOND
+        if turned:
+            reader.turn(turned * SECOND)
+        await reader.take()
+        await reader.ask()
+        view, kept = reader.store.view(feed.now_ns()), reader.store.kept()
+        assert view.steps[-1].step_id == newest
+        for back in (1, 7, 50, 100):
+            then = as_of(view, back, kept, reader.store.history)
+            assert then.snapshot is not None and then.num_finished == newest - back
+    reader.close()
 
 
 async def test_a_state_that_was_not_told_yet_is_not_known() -> None:

@@ -81,6 +81,8 @@ class EventReader:
                 self._was_idle = False
         self.store.num_dropped = lost
         self.store.apply(events)
+        for snapshot in self._stream.drain_snapshots() if self._stream is not None else ():
+            self.store.keep_snapshot(snapshot)
         lines = self._tap.drain() if self._tap is not None else []
         for line in lines:
             self.store.log.add(line)

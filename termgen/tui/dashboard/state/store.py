@@ -351,13 +351,19 @@ class DashboardStore:
 
     def set_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._snapshot = snapshot
+        self.keep_snapshot(snapshot)
+        self._read_host(snapshot)
+        self.history.add_snapshot(snapshot)
+        self._num_preempted = {r.request_id: r.num_preemptions for r in snapshot.requests}
+
+    def keep_snapshot(self, snapshot: EngineSnapshot) -> None:
+        """Keep it for looking back, once."""
+        if self._snapshots and self._snapshots[-1].time_ns == snapshot.time_ns:
+            return
         self._snapshots.append(snapshot)
         size = snapshot.block_states.nbytes + snapshot.block_owners.nbytes + ROW_BYTES
         while len(self._snapshots) > max(2, SNAPSHOT_BYTES // size):
             self._snapshots.popleft()
-        self._read_host(snapshot)
-        self.history.add_snapshot(snapshot)
-        self._num_preempted = {r.request_id: r.num_preemptions for r in snapshot.requests}
 
     def _read_host(self, snapshot: EngineSnapshot) -> None:
         if not snapshot.cpu_s:
