@@ -32,6 +32,7 @@ from termgen.commands.settings import SettingLayers, flag_of
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
 from termgen.system.cpu_slices import share_lock_quickly
+from termgen.system.terminal_echo import hide_typing, show_typing
 
 ENGINE_THREAD = "termgen-engine"
 """Name of the thread that `AsyncEngine` starts."""
@@ -91,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_output()
         print(f"termgen: error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return USAGE_ERROR
+    finally:
+        show_typing()
 
 
 def _silence_output() -> None:
@@ -311,6 +314,7 @@ def _need_terminal(command: str, instead: str) -> None:
         raise ConfigError(
             f"`{command}` draws a screen, which this terminal (TERM=dumb) cannot show; {instead}"
         )
+    hide_typing()
 
 
 def _is_dumb_terminal() -> bool:

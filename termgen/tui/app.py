@@ -33,6 +33,7 @@ from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
 from termgen.system.clipboard import copy_with_program
+from termgen.system.terminal_echo import show_typing
 from termgen.tui import actions
 from termgen.tui.chat.chat_keys import COPY_KEYS
 from termgen.tui.chat.chat_screen import ChatScreen
@@ -124,6 +125,10 @@ class PatientDriver(LinuxDriver):
 
     has_dropped = False
     """True if frames were dropped, so that the terminal does not show what was drawn last."""
+
+    def start_application_mode(self) -> None:
+        show_typing()  # the settings of now are put back at the end
+        super().start_application_mode()  # type: ignore[no-untyped-call]
 
     @property
     def is_behind(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import termios
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -90,3 +92,34 @@ async def test_alt_keys_of_a_plain_terminal_are_commands(
     async with foreign_server(chunk("an answer", finish="stop"), done()) as server:
         await asyncio.to_thread(chat, server.url)
     assert questions(environment) == ["one", "one", "two\nlines"]
+
+
+def has_echo(screen: Terminal) -> bool:
+    assert screen._main is not None
+    return bool(termios.tcgetattr(screen._main)[3] & termios.ECHO)
+
+
+async def test_keys_before_the_screen_are_not_echoed_but_kept(
+    terminal: Open, environment: dict[str, str]
+) -> None:
+    def chat(url: str) -> None:
+        screen = terminal("chat", "--url", url)
+        end = time.monotonic() + 30
+        while has_echo(screen):  # the interpreter itself is still starting
+            assert time.monotonic() < end
+        screen.send("early")
+        screen.wait_for(lambda _: "Ask anything" in screen.plain and "early" in screen.plain)
+        before, opened, _ = screen.shown.partition("\x1b[?1049h")
+        assert opened and "early" not in before
+        screen.send("\r")
+        screen.wait_for(lambda _: answered(environment) == ["early"])
+        screen.send(CTRL_Q)
+        assert screen.wait() == 0 and has_echo(screen)
+
+    async with foreign_server(chunk("an answer", finish="stop"), done()) as server:
+        await asyncio.to_thread(chat, server.url)
+
+
+def test_a_terminal_has_its_echo_back_after_an_error(terminal: Open) -> None:
+    screen = terminal("chat", "--theme", "nope")
+    assert screen.wait() == 2 and has_echo(screen)
