@@ -230,6 +230,8 @@ class ModelScreen(ModalScreen[Switch | None]):
     def on_key(self, event: events.Key) -> None:
         """Type into the filter; the list keeps the focus."""
         words = self.query_one("#models-filter", Input)
+        if event.key in self.active_bindings:  # a letter, if the user's settings bind one
+            return
         if event.is_printable and event.character:
             words.insert_text_at_cursor(event.character)
         elif event.key == "backspace":

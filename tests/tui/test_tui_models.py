@@ -11,7 +11,7 @@ from fake_engine import make_model_info
 from foreign_server import chunk, done, foreign_server, model_list
 from test_tui_remote import ask as ask_remote
 from test_tui_remote import chat_of, remote_app
-from textual.widgets import OptionList
+from textual.widgets import Input, OptionList
 from tui_harness import (
     MODEL,
     FrozenApp,
@@ -23,6 +23,7 @@ from tui_harness import (
     wait_until,
 )
 
+from termgen.config import UIConfig
 from termgen.errors import DownloadError, EngineError, TermgenError
 from termgen.tui.models import ModelChoice, ModelScreen, Report, Switch, caution, choice_row
 from termgen.tui.paint.canvas import Canvas
@@ -299,3 +300,18 @@ async def test_the_size_in_memory_is_explained() -> None:
         await wait_until(pilot, lambda: "⏎ again" in message(screen))
         await pilot.press("up")
         await wait_until(pilot, lambda: message(screen) == words)
+
+
+async def test_a_letter_that_is_bound_is_no_text() -> None:
+    shelf = FakeShelf(SMALL, OTHER)
+    app = FrozenApp(chat_engine(), models=shelf, ui=UIConfig(keys=("models.close=q",)))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        await pilot.press("o")
+        assert screen.query_one("#models-filter", Input).value == "o"
+        await pilot.press("q")
+        assert screen.query_one("#models-filter", Input).value == "", "which is closed first"
+        await pilot.press("q")
+        await wait_until(pilot, lambda: app.screen is app.chat)

@@ -57,6 +57,8 @@ class ThemeChooser(ModalScreen[None]):
     def on_key(self, event: events.Key) -> None:
         """Type into the filter; the list keeps the focus."""
         words = self.query_one(Input)
+        if event.key in self.active_bindings:  # a letter, if the user's settings bind one
+            return
         if event.is_printable and event.character:
             words.insert_text_at_cursor(event.character)
         elif event.key == "backspace":
