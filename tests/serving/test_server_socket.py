@@ -344,7 +344,9 @@ async def test_cancelling_serve_closes_everything() -> None:
         await task
     await eventually(lambda: not engine.live)
     writer.close()
-    Server(engine, ServerConfig(port=int(server.url.rsplit(":", 1)[1]))).bind()
+    other = Server(engine, ServerConfig(port=int(server.url.rsplit(":", 1)[1])))
+    other.bind()
+    await other.stop()
 
 
 async def test_an_engine_can_come_later() -> None:

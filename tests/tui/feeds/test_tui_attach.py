@@ -7,7 +7,7 @@ import errno
 import io
 import re
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,10 @@ class Scripted:
 @asynccontextmanager
 async def scripted(*answers: list[bytes]) -> AsyncGenerator[Scripted, None]:
     """Each string of an answer is sent as one piece."""
-    rest, over = list(answers), asyncio.Event()
+    rest, over, open_writers = list(answers), asyncio.Event(), list[asyncio.StreamWriter]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_writers.append(writer)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         found = re.search(r"(?i)last-event-id: (\S+)", head)
         server.asked_from.append(found[1] if found else "")
@@ -86,7 +87,10 @@ async def scripted(*answers: list[bytes]) -> AsyncGenerator[Scripted, None]:
     finally:
         over.set()
         listening.close()
-        await asyncio.sleep(0)
+        for writer in open_writers:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 async def got(feed: RemoteFeed, count: int) -> list[int]:
@@ -191,7 +195,9 @@ def test_a_recording_that_cannot_be_finished_is_one_line(
         name = "run.events"
 
         def close(self) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            if not self.closed:
+                super().close()
+                raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(top_command, "_open_recording", lambda _path: Full())
     monkeypatch.setattr(TopApp, "run", lambda self: None)
