@@ -335,7 +335,7 @@ class ServerConfig:
     admin_key: tuple[str, ...] = setting(
         (),
         "key for pausing, resetting and watching the engine, and for everything else; with keys "
-        "for clients but none for admins, nobody may (default: any user of this machine may)",
+        "for clients but none for admins, it is refused (default: any user of this machine may)",
         metavar="KEY",
         nargs="+",
         secret=True,

@@ -29,9 +29,10 @@ PAGES = [
 OPENING = re.compile(r"(Of|By|As|To be|(In|For|From|At|On|With) which)\b", re.IGNORECASE)
 """Openings that are neither a noun nor a verb."""
 PHRASES = re.compile(
-    r"\b(whoever|whomever|nobody|somebody|(is|are|was|were) told(?! apart))\b", re.IGNORECASE
+    r"\b(whoever|whomever|nobody|somebody|told(?! apart)|likewise|so long(?! as))\b", re.IGNORECASE
 )
-"""Words for people: a component has a name, and events are reported, passed or logged to it."""
+"""Words for people, and of a dialect of our own: a component has a name, events are reported,
+passed or logged to it, and a statement is complete without the one before."""
 PRIVATE = re.compile(r"(?<![\w.~])/(home|root|work)/\w")
 """Paths of one machine."""
 DIRECTIVE = re.compile(r"#\s*(type:|noqa|ruff:|fmt:|pragma:|!)")
@@ -158,7 +159,7 @@ def test_faults_name_their_lines() -> None:
         "x = 1  # as C does it\n# Rows are sorted.",
         "# Sorted rows.\n# By then all are read.\nx = 1",
         "x = 1  # type: ignore[arg-type]",
-        '"""A told strip: its rows are told apart."""',
+        '"""A strip whose rows are told apart, as long as they differ."""',
         '"""Files below ~/work/x and termgen/work/y."""',
     ],
 )

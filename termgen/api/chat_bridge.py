@@ -70,8 +70,8 @@ def unknown_fields(
     for name in unknown:
         if name in CHAT_WORDS and data[name] is not None and not CHAT_WORDS[name](data[name]):
             hint = f"; its name here is {names[name]}" if name in names else ""
-            told = instead_of(name, CHAT_WORDS[name], names)
-            raise unsupported(name, told or f"{name} is not a field of this endpoint{hint}")
+            advice = instead_of(name, CHAT_WORDS[name], names)
+            raise unsupported(name, advice or f"{name} is not a field of this endpoint{hint}")
     return unknown
 
 

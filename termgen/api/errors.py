@@ -23,7 +23,7 @@ from termgen.errors import (
 
 _PLAIN_ORIGIN = re.compile(r"https?://[\w.\-\[\]:]{1,90}", re.ASCII)
 NO_RETRY = {"x-should-retry": "false"}
-"""Clients built on OpenAI's SDK retry every 5xx unless told not to."""
+"""Clients built on OpenAI's SDK retry every 5xx unless this header is false."""
 
 
 @dataclass(frozen=True, slots=True)

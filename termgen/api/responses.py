@@ -221,8 +221,8 @@ class ResponseStream:
 
     def failure(self, error: BaseException) -> list[dict[str, Any]]:
         """The events that end a stream with an error."""
-        told = reply_for(error).body["error"]
-        fault = {"code": told["code"] or "server_error", "message": told["message"]}
+        body = reply_for(error).body["error"]
+        fault = {"code": body["code"] or "server_error", "message": body["message"]}
         response = _object(self._request, "failed", output=self._items.done, error=fault)
         return [*self._start(), self._event("response.failed", response=response)]
 
@@ -284,8 +284,8 @@ class ResponseStream:
             events.append(self._event(f"{name}.delta", **place, delta=item["input"]))
             events.append(self._event(f"{name}.done", **place, input=item["input"]))
         elif isinstance(kind, int):
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            events.append(self._event("response.function_call_arguments.done", **place, **told))
+            body = {"name": item["name"], "arguments": item["arguments"]}
+            events.append(self._event("response.function_call_arguments.done", **place, **body))
         else:
             part = item["content"][0]
             done = {**place, "text": part["text"]}

@@ -387,13 +387,19 @@ class GenerationFields(SharedFields, frozen=True):
         FORM("`structured_outputs` in vLLM's older words", "a schema", origin=VLLM),
     ] = None
     guided_regex: Annotated[
-        Any, Meta(extra_json_schema={"type": "string"}), FORM("likewise", "a string", origin=VLLM)
+        Any,
+        Meta(extra_json_schema={"type": "string"}),
+        FORM("`structured_outputs` in vLLM's older words", "a string", origin=VLLM),
     ] = None
     guided_choice: Annotated[
-        Any, Meta(extra_json_schema={"type": "array"}), FORM("likewise", "a list", origin=VLLM)
+        Any,
+        Meta(extra_json_schema={"type": "array"}),
+        FORM("`structured_outputs` in vLLM's older words", "a list", origin=VLLM),
     ] = None
     guided_grammar: Annotated[
-        Any, Meta(extra_json_schema={"type": "string"}), FORM("likewise", "a string", origin=VLLM)
+        Any,
+        Meta(extra_json_schema={"type": "string"}),
+        FORM("`structured_outputs` in vLLM's older words", "a string", origin=VLLM),
     ] = None
     prompt_logprobs: Annotated[
         NumLogprobs | None,

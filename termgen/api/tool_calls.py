@@ -252,7 +252,7 @@ class StyleParser:
         self._raw = ""
         """Text of a call whose name is not known yet."""
         self._reader = CallReader()
-        self._is_told = False
+        self._is_announced = False
         self._is_list = style is ToolStyle.LLAMA
         """Calls may follow each other after a separator."""
         self._parts: list[Part] = []
@@ -337,12 +337,12 @@ class StyleParser:
         return True
 
     def _begin(self, reader: CallReader) -> None:
-        self._reader, self._is_told = reader, False
+        self._reader, self._is_announced = reader, False
         self._mode = self._call
 
     def _call(self) -> bool:
         used = self._reader.feed(self._rest)
-        if not self._is_told:
+        if not self._is_announced:
             self._raw += self._rest[:used]
         self._rest = self._rest[used:]
         self._tell()
@@ -358,8 +358,8 @@ class StyleParser:
         return True
 
     def _tell(self) -> None:
-        if self._reader.is_call and not self._is_told:
-            self._is_told = True
+        if self._reader.is_call and not self._is_announced:
+            self._is_announced = True
             self._raw = self._held = ""
             assert self._reader.name is not None
             self._parts.append(CallStart(self.num_calls, self._reader.name))

@@ -288,14 +288,14 @@ def show_tools(
     """
     if tool_format.knows_tools:
         return tuple(messages), {"tools": list(tools.shown)} if tools.shown else {}
-    told = [_as_text(message) for message in messages]
+    texts = [_as_text(message) for message in messages]
     if tools.shown:
         preamble = PREAMBLE.format(tools="\n".join(json.dumps(t) for t in tools.shown))
-        if told[0]["role"] == "system":
-            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{preamble}"}
+        if texts[0]["role"] == "system":
+            texts[0] = {**texts[0], "content": f"{texts[0]['content']}\n\n{preamble}"}
         else:
-            told.insert(0, {"role": "system", "content": preamble})
-    return tuple(told), {}
+            texts.insert(0, {"role": "system", "content": preamble})
+    return tuple(texts), {}
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
 StopEngine = Callable[[], Coroutine[Any, Any, None]]
 
 QUIT_DRAIN_S = 3.0
-"""Drain timeout when the dashboard is quit: its screen is frozen for so long."""
+"""Drain timeout when the dashboard is quit: its screen is frozen meanwhile."""
 
 
 class EngineHolder:

@@ -235,7 +235,7 @@ class SettingLayers:
 
 
 def _is_service_link(variable: str, text: str) -> bool:
-    """True for a service link; `TERMGEN_PORT` is a setting too, told apart by its value."""
+    """True for a service link; `TERMGEN_PORT` is a setting too and differs by its value."""
     if _SERVICE_LINK.fullmatch(variable):
         return True
     is_url = _PORT_URL.fullmatch(text.strip()) is not None

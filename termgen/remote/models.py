@@ -13,7 +13,7 @@ import httpx
 from termgen.client import ModelInfo
 from termgen.errors import ConfigError, EngineError
 from termgen.remote.failures import short
-from termgen.remote.wire import dialect_of, untold_params
+from termgen.remote.wire import dialect_of, unsent_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,5 +89,5 @@ def model_info(url: str, model: RemoteModel) -> ModelInfo:
         block_size=0,
         has_chat_template=True,
         created=0,
-        untold_params=untold_params(dialect_of(model.owner)),
+        unsent_params=unsent_params(dialect_of(model.owner)),
     )

@@ -59,7 +59,7 @@ def dialect_of(owner: str) -> Dialect:
     return next((dialect for dialect in Dialect if dialect.value == owner), Dialect.OPENAI)
 
 
-def untold_params(dialect: Dialect) -> tuple[str, ...]:
+def unsent_params(dialect: Dialect) -> tuple[str, ...]:
     """Sampling parameters that `build_call` refuses for this dialect."""
     supported = LLAMA_CPP_NAMES if dialect is Dialect.LLAMA_CPP else {}
     return () if dialect.knows_all else tuple(name for name in EXTRAS if name not in supported)

@@ -158,8 +158,8 @@ class _Source:
         self._listener = listener
         self._topics = topics
         self._interval_s = interval_s
-        self._told_model: tuple[str, ModelInfo] = (self._status, engine.model)
-        self._told: EncodedSnapshot | None = None
+        self._sent_model: tuple[str, ModelInfo] = (self._status, engine.model)
+        self._sent: EncodedSnapshot | None = None
         self._looked_at = -math.inf
 
     @property
@@ -171,16 +171,16 @@ class _Source:
         return frame_id(self._hub.stream, self._listener.cursor)
 
     async def opening(self, resumed: bool) -> bytes:
-        self._told = await self._look(0.0)
+        self._sent = await self._look(0.0)
         opening = Opening(
             stream=self._hub.stream,
             resumed=resumed,
             clock_ns=time.perf_counter_ns(),
             unix_ns=time.time_ns(),
             dropped=self._listener.dropped,
-            status=self._told_model[0],
-            model=self._told_model[1],
-            snapshot=self._told.snapshot if self._told is not None else None,
+            status=self._sent_model[0],
+            model=self._sent_model[1],
+            snapshot=self._sent.snapshot if self._sent is not None else None,
         )
         return bytes(encode(opening, self._id))
 
@@ -197,23 +197,23 @@ class _Source:
         )
         if "cache" in self._topics and self._may_have_changed(found):
             snapshot = await self._look(self._interval_s / 2)
-            if snapshot is not None and not snapshot.shows_as(self._told):
-                self._told = snapshot
+            if snapshot is not None and not snapshot.shows_as(self._sent):
+                self._sent = snapshot
                 frames.append(
                     encode_cache(
                         snapshot.encoded, dropped=self._listener.dropped, frame_id=self._id
                     )
                 )
         model = (self._status, self._engine.model)
-        if "model" in self._topics and model != self._told_model:
-            self._told_model = model
+        if "model" in self._topics and model != self._sent_model:
+            self._sent_model = model
             frames.append(encode(Model(status=model[0], model=model[1]), self._id))
         return b"".join(map(bytes, frames))
 
     def _may_have_changed(self, found: list[EngineEvent]) -> bool:
         """True if a new snapshot is worth the engine's time: an idle engine is seldom asked."""
-        told = self._told.snapshot if self._told is not None else None
-        is_busy = told is None or told.num_running or told.num_waiting
+        sent = self._sent.snapshot if self._sent is not None else None
+        is_busy = sent is None or sent.num_running or sent.num_waiting
         waited_s = time.monotonic() - self._looked_at
         return bool(found or (is_busy and not self._engine.is_paused) or waited_s > IDLE_SNAPSHOT_S)
 

@@ -166,8 +166,8 @@ class CrossOrigin(CORSMiddleware):
         else:
             error = origin_not_allowed(origin[:100])
         refusal = error_response(reply_for(error))
-        told = (name for name in response.headers if name not in refusal.headers)
-        refusal.headers.update({name: response.headers[name] for name in told})
+        names = (name for name in response.headers if name not in refusal.headers)
+        refusal.headers.update({name: response.headers[name] for name in names})
         return refusal
 
 

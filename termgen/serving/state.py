@@ -103,8 +103,8 @@ class ServerState:
         """`status`, and the phase while the model loads."""
         if self.status != "loading" or not self.loading_phase:
             return {"status": self.status}
-        told = {"phase": self.loading_phase, "progress": self.loading_progress}
-        return {"status": "loading", **told}
+        loading = {"phase": self.loading_phase, "progress": self.loading_progress}
+        return {"status": "loading", **loading}
 
     def detach(self) -> None:
         """Close the engine's events and the process for large bodies."""

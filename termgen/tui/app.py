@@ -70,7 +70,7 @@ FAILED_START = 2
 QUIT_WINDOW_S = 2.0
 PALETTE_CLOSES_S = 0.2
 THEME_POLL_S = 1.0  # how often to see whether a theme file was saved
-TOLD_AT_START_S = 15.0  # what was wrong stays on while a model is loaded
+NOTICE_AT_START_S = 15.0  # what was wrong stays on while a model is loaded
 REDRAW_S = 0.25  # how often to see whether a terminal that was not read is read again
 
 
@@ -87,10 +87,10 @@ class ThemeShelf:
         self._folders = folders
         self._stamps: dict[Path, tuple[int, int]] = {}
         self._themes: dict[str, Theme] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def poll(self) -> tuple[list[Theme], list[ThemeError]]:
-        """Themes that are new or changed since the last time, and errors not told before."""
+        """Themes that are new or changed since the last time, and errors not reported before."""
         stamps = {path: _stamp(path) for path in theme_files(*self._folders)}
         if stamps == self._stamps:
             return [], []
@@ -98,9 +98,9 @@ class ThemeShelf:
         themes, errors = load_all(*self._folders)
         fresh = [theme for name, theme in themes.items() if self._themes.get(name) != theme]
         self._themes |= themes
-        untold = [error for error in errors if str(error) not in self._told]
-        self._told = {str(error) for error in errors}
-        return fresh, untold
+        unreported = [error for error in errors if str(error) not in self._reported]
+        self._reported = {str(error) for error in errors}
+        return fresh, unreported
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -460,7 +460,7 @@ class TermgenApp(KeyedApp):
                 self.mutate_reactive(App.theme)
         for error in errors:
             words = f"theme not loaded: {error}"
-            self.notify(words, severity="error", timeout=TOLD_AT_START_S, markup=False)
+            self.notify(words, severity="error", timeout=NOTICE_AT_START_S, markup=False)
 
     def action_change_theme(self) -> None:
         if not isinstance(self.screen, ThemeChooser):

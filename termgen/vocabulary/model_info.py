@@ -45,7 +45,7 @@ class ModelInfo:
     """Completions that may run at once; 0: unknown (a remote server)."""
     run_ahead_ms: float = 0.0
     """Longest pause of the process that queued steps may cover; 0: never more than two steps."""
-    untold_params: tuple[str, ...] = ()
+    unsent_params: tuple[str, ...] = ()
     """Sampling parameters that a remote server does not support."""
     num_threads: int = 0
     """CPU threads that run the model; 0 on a GPU, or if unknown."""

@@ -127,7 +127,7 @@ async def test_every_action_of_the_chat() -> None:
     copies = [every.pop(alike.id or "") for alike in of(COPY_KEYS).values()]
     assert f"{copies[0].tooltip} (alt+1 to alt+9)" in palette
     assert not {entry(copy) for copy in copies} & palette, "one entry for the nine of them"
-    assert "2 to 9 likewise" in helped
+    assert "alt+2 to alt+9" in helped
     check(every.values(), palette, helped)
     assert {command.name for command in COMMANDS} == set(ACTION_OF_COMMAND)
     assert set(ACTION_OF_COMMAND.values()) <= {*every, "chat.copy_block_1"}

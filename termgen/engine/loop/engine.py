@@ -50,7 +50,8 @@ MERGE_AT = 64
 """Deltas that wait before they are merged, as merging copies all their tokens."""
 
 UNREAD_S = 3.0
-"""A request whose deltas wait for a reader for so long runs only while no other request waits."""
+"""Deltas that wait this long for a reader mark their request as unread: it runs only while no
+other request waits."""
 
 COLLECT_SECONDS = 30.0
 """Interval of collecting young garbage while busy; automatic collection is off then."""

@@ -1,4 +1,4 @@
-"""Chooses how many tokens of which request each step computes. No torch, no threads.
+"""Chooses which requests each step computes, with how many tokens. No torch, no threads.
 
 There are no prefill and decode phases: a request's `num_computed` tokens catch up with its known
 tokens. A step distributes `max_num_batched_tokens` tokens, first to running requests in order, then

@@ -185,7 +185,7 @@ class InputProcessor:
         return tuple(sequences)
 
     def _check_allowed(self, params: SamplingParams, bad: tuple[tuple[int, ...], ...]) -> None:
-        """Refuse allowed ids all of which may be forbidden, which could leave none to sample."""
+        """Refuse allowed ids that other parameters may all forbid: none would be left to sample."""
         if params.allowed_token_ids is None:
             return
         left = set(params.allowed_token_ids) - {ids[-1] for ids in bad}

@@ -67,14 +67,14 @@ class Settings:
         self.params = params
         self._on_change()
 
-    def told(self) -> tuple[SamplingParams, tuple[str, ...]]:
+    def sent(self) -> tuple[SamplingParams, tuple[str, ...]]:
         """The parameters that the server knows, and the values of the user's that it does not."""
-        return without(self.params, self.client.model.untold_params)
+        return without(self.params, self.client.model.unsent_params)
 
     def changed_words(self) -> tuple[str, ...]:
         """The form and the changed parameters, for the status line."""
         form = (form_words(self.form),) if self.form is not None else ()
-        return (*form, *changes(self.told()[0], self.defaults))
+        return (*form, *changes(self.sent()[0], self.defaults))
 
     def set_form(self, command: str, argument: str) -> None:
         """`/schema`, `/regex`, `/choice`: show, set or remove the form of answers."""

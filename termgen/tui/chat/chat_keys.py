@@ -201,7 +201,7 @@ COPY_KEYS = [
         "Copy code block",
         show=False,
         id="chat.copy_block_1",
-        tooltip="Copy code block 1 of the last answer, 2 to 9 likewise (or click, or /code)",
+        tooltip="Copy code block 1 of the last answer, alt+2 to alt+9 the next (a click, or /code)",
     ),
     *(
         Binding(

@@ -132,17 +132,17 @@ class Dialogue:
         self._streaming = turn
         self._autosave.asked(self.conversation, turn, self._settings.params, own=self._settings.own)
         self.show_path()
-        params = self._told_params()
+        params = self._sent_params()
         self._view.transcript.to_end()
         self._flush_while(True)
         self._view.screen.refresh_bindings()
         self._worker = self._view.start_worker("answer", self._answer, turn, params, branch)
         self._on_asked(turn)
 
-    def _told_params(self) -> SamplingParams:
+    def _sent_params(self) -> SamplingParams:
         """The parameters that the server knows. A notice before the question names the others, once
         in a chat."""
-        params, left_out = self._settings.told()
+        params, left_out = self._settings.sent()
         said = (self.conversation.session_id, left_out)
         if left_out and said != self._said_left_out:
             name, words = clean_line(self._settings.client.model.model_id), ", ".join(left_out)

@@ -68,7 +68,7 @@ class RemoteFeed(StreamFeed):
     ) -> RemoteFeed:
         """Raises AttachError when there is no termgen, or it refuses.
 
-        One that loads its model is waited for, and `report` told its phases: for `wait_s` seconds,
+        One that loads its model is waited for, and its phases go to `report`: for `wait_s` seconds,
         or as long as it takes. The same limit is for one that does not listen yet.
         """
         stream = _Stream(url, hz=hz, key=key, record=record)
@@ -245,7 +245,7 @@ class _Stream:
 def _is_here(url: str) -> bool:
     try:
         return is_loopback(httpx.URL(url).host)
-    except httpx.InvalidURL:  # told when it is opened
+    except httpx.InvalidURL:  # reported when it is opened
         return False
 
 

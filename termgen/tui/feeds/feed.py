@@ -65,7 +65,7 @@ class StreamFeed:
 
     async def snapshot(self) -> EngineSnapshot:
         if self._snapshot is None:
-            raise EngineError("the engine has not told of its state yet")
+            raise EngineError("the engine has not reported its state yet")
         return self._snapshot
 
     def drain_snapshots(self) -> list[EngineSnapshot]:

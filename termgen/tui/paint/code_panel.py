@@ -151,7 +151,7 @@ def _lexer(language: str) -> Lexer | None:
     from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 
     try:
-        # Pygments drops leading blank lines and adds a final newline unless told not to.
+        # Pygments drops leading blank lines and adds a final newline by default.
         return get_lexer_by_name(language, stripnl=False, ensurenl=False)
     except ClassNotFound:
         return None

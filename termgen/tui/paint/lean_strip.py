@@ -47,13 +47,13 @@ class _Pens(dict[str, _Pen]):
         self._system = system
 
     def __missing__(self, role: str) -> _Pen:
-        def told(part: Style) -> str:
+        def codes(part: Style) -> str:
             return part.render(_MARK, color_system=self._system).partition(_MARK)[0]
 
         style = self._style(role)
         ground, colour = Style(bgcolor=style.bgcolor), Style(color=style.color)
         is_plain = style == Style(color=style.color, bgcolor=style.bgcolor)
-        pen = self[role] = _Pen(told(style), told(ground), told(colour), is_plain)
+        pen = self[role] = _Pen(codes(style), codes(ground), codes(colour), is_plain)
         return pen
 
 
@@ -135,11 +135,11 @@ class LeanStrip(Strip):
         if before is not None and before._is_shown:
             before._is_shown = False
             if before.is_simple and self.is_simple:
-                return _told(_changes(before._row, self._row), pens)
-        return _told(self._row, pens)
+                return _codes(_changes(before._row, self._row), pens)
+        return _codes(self._row, pens)
 
 
-def _told(row: Iterable[Span | int], pens: _Pens) -> str:
+def _codes(row: Iterable[Span | int], pens: _Pens) -> str:
     """Text and escape sequences of the spans. A number skips as many cells."""
     out: list[str] = []
     set_now: _Pen | None = None

@@ -85,7 +85,7 @@ class Glyphs:
     lengths: tuple[str, str, str]
     """Signs of a request's cached, prompt and output tokens."""
     is_lettered: bool
-    """Parts of a whole, of which there are many, are told apart by letters."""
+    """Parts of a whole, of which there are many, differ by letters."""
 
 
 COLOUR_GLYPHS = Glyphs(

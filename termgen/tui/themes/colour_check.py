@@ -1,4 +1,4 @@
-"""Checks that the colours of a palette can be read, and told apart. No Textual app, no files.
+"""Checks that the colours of a palette can be read, and differ enough. No Textual app, no files.
 
 Contrast is WCAG 2's. Colour blindness is simulated with the matrices of Machado, Oliveira and
 Fernandes (2009) at full strength; distances are taken in Oklab. Used by `termgen themes check` and

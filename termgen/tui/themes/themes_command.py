@@ -49,7 +49,7 @@ ROLE_WORDS = {
     "link": "links in answers",
     "prefill": "prompt tokens being read",
     "decode": "tokens being written",
-    "padding": "what a graph computes for nobody",
+    "padding": "what a graph computes for no request",
     "latency": "figures of time",
     "mode-full": "F: a step from one whole graph",
     "mode-piecewise": "P: a step from pieces",

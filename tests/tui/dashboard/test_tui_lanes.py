@@ -270,4 +270,4 @@ def test_what_was_not_seen_of_a_request_is_not_made_up() -> None:
     ]
     assert "queue       not seen" in pages[0] and "parameters  the defaults" in pages[0]
     assert re.search(r"queue +━.* 1\.00 s", pages[0]), "until its first token at most"
-    assert "parameters  told before this screen" in pages[1]
+    assert "parameters  sent before this screen opened" in pages[1]

@@ -129,7 +129,7 @@ async def test_a_state_that_was_not_told_yet_is_not_known() -> None:
     feed, _ = played([opened(0, None), stepped(20, 1), state(30, finished=9)], 30)
     assert (await feed.snapshot()).num_finished == 9
     feed.seek(-5 * SECOND)
-    with pytest.raises(EngineError, match="not told"):
+    with pytest.raises(EngineError, match="not reported"):
         await feed.snapshot()
 
 

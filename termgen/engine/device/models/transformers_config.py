@@ -325,7 +325,7 @@ def _layer_windows(calls: list[LayerCall], hf_config: Any) -> tuple[int | None, 
         pairs = zip(kinds, windows, strict=True)
         is_untold = any(k == "sliding_attention" and w is None for k, w in pairs)
     if is_untold:
-        raise UnsupportedModelError("it has sliding windows that its attention is not told of")
+        raise UnsupportedModelError("it has sliding windows that it does not pass to its attention")
     return windows
 
 

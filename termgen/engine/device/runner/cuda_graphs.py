@@ -47,7 +47,7 @@ MOST_PADDING = 2
 USEFUL_DECODES = 8
 """Decodes with up to this many rows are recorded before serving: a few conversations."""
 USEFUL_TOKENS = 128
-"""Likewise the tokens of steps that hold prompts: most chat messages."""
+"""Steps with prompts of up to this many tokens are recorded before serving: most chat messages."""
 
 
 def tensors_of(owner: str, holder: Any) -> list[NamedTensor]:

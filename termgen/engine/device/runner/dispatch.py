@@ -160,7 +160,7 @@ class CudaGraphDispatcher:
         self.split_mixed = tuple(
             s for s in self.mixed if s <= 2048 and (s % 256 == 0 or s & (s - 1) == 0)
         )
-        """Likewise of the steps that hold prompts: up to 2048 tokens, further apart."""
+        """Token counts of steps with prompts recorded in two parts: up to 2048, further apart."""
         self.piecewise = tuple(sorted(piecewise))
         self.max_num_seqs = max_num_seqs
         self.disabled_reason = disabled_reason

@@ -18,7 +18,7 @@ from termgen.vocabulary.step import SamplingNeeds
 HAS_PENALTIES = 1
 """Bit of a slot's `edit_kinds`: its request has penalties."""
 HAS_EDITS = 2
-"""Likewise: a logit bias, allowed ids or bad words."""
+"""Bit of a slot's `edit_kinds`: a logit bias, allowed ids or bad words."""
 PROMPT_BIT = -(2**31)
 """An entry of the table of counts, int32, is how often the request generated a token, and this bit
 if its prompt has the token."""
@@ -50,7 +50,7 @@ class SamplingMetadata:
     output_counts: torch.Tensor | None
     """[B, V] int32: how often each id was generated so far. Given where rows need penalties."""
     prompt_mask: torch.Tensor | None
-    """[B, V] bool: ids of the prompt, likewise."""
+    """[B, V] bool: ids of the prompt. Given where rows need penalties."""
     stop_token_ids: torch.Tensor
     """[B, K] int64, padded with -1; K may be 0."""
     suppress_stop: torch.Tensor

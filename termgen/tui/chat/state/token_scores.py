@@ -102,19 +102,20 @@ class TokenScores:
         return found
 
     def entropy_bits(self, index: int) -> tuple[float, bool]:
-        """How open the choice was. Second: whether the tokens not told could add to it much."""
+        """Entropy of the choice in bits. Second: True if the tokens without a log-probability could
+        add much to it."""
         shares = [math.exp(logprob) for logprob in self._tops[index][1]]
         rest = max(0.0, 1.0 - sum(shares))
         parts = [share for share in (*shares, rest) if share > 0]
         return -sum(share * math.log2(share) for share in parts), rest > 0.01
 
     def cut(self, index: int, params: SamplingParams, vocab_size: int) -> tuple[int, str] | None:
-        """How many of those told can be drawn with these parameters, and what cuts there; None
-        where it is none of them."""
+        """Number of the listed tokens that these parameters leave to sample from, and the parameter
+        that cuts there. None if the cut is not among them."""
         return num_drawn(self._tops[index][1], params, vocab_size)
 
     def data(self, index: int, count: int = 1) -> bytes:
-        """The bytes of so many tokens before `index`."""
+        """The bytes of the `count` tokens before `index`."""
         first = max(0, index - count)
         return b"".join(self._bytes[self.token_id(i)] for i in range(first, index))
 

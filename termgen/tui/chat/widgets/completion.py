@@ -166,12 +166,12 @@ class Completion(Canvas):
     def _paint(self, width: int, _height: int) -> Sequence[Row]:
         top = self._top
         labels = [cut(clean_line(choice.label), MAX_LABEL_CELLS) for choice in self._found]
-        is_told = any(choice.help for choice in self._found)
-        column = max((cell_len(label) for label in labels), default=0) + 2 if is_told else 0
+        has_help = any(choice.help for choice in self._found)
+        column = max((cell_len(label) for label in labels), default=0) + 2 if has_help else 0
         rows: list[Row] = []
         for index in range(top, min(top + MAX_ROWS, len(self._found))):
             choice, chosen = self._found[index], index == self._selected
-            label = labels[index] if is_told else cut(clean_line(choice.label), width - 22)
+            label = labels[index] if has_help else cut(clean_line(choice.label), width - 22)
             blanks = " " * max(2, column - cell_len(label))
             spans: list[Span] = [
                 ("▸ ", "accent") if chosen else ("  ", "text"),

@@ -108,7 +108,7 @@ def _queue_words(history: History) -> str:
 
 
 def _scheduled_ns(history: History) -> int:
-    """Time at which the request got a slot, at the latest that of its first token; 0 before."""
+    """When the request got its slot, or its first token if that event is missing; 0 before."""
     return history.scheduled_ns or history.first_token_ns
 
 
@@ -131,7 +131,7 @@ def _prefill_words(history: History) -> str:
 
 
 def _no_params_words(history: History) -> str:
-    return "the defaults" if history.queued_ns > KNOWN_NS else "told before this screen"
+    return "the defaults" if history.queued_ns > KNOWN_NS else "sent before this screen opened"
 
 
 def _first_words(history: History) -> str:

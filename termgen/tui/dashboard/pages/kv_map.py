@@ -66,7 +66,7 @@ def kv_cells(
 
     A cell of several blocks takes the strongest state among them (shared, active, cached, free). It
     is marked as partly used if less than half of it is in use, and as evicted if it has an
-    `evicted` block. Neighbouring owners alternate between two tints, so that requests can be told
+    `evicted` block. Neighbouring owners alternate between two tints, so that requests can be kept
     apart.
     """
     first = first_block(states)

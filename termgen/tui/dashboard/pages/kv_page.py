@@ -30,7 +30,7 @@ from termgen.vocabulary.events import BlockState, EngineSnapshot, StepRecord
 
 STATE_NAMES = {
     BlockState.FREE: "free",
-    BlockState.CACHED: "cached, in nobody's use",
+    BlockState.CACHED: "cached, not in use",
     BlockState.ACTIVE: "in use",
     BlockState.SHARED: "in use by several requests",
 }

@@ -196,6 +196,6 @@ def waiting_panel(view: DashboardView, waiting: Sequence[RequestRow], frame: Fra
         ]
         body.append(fit(left, frame.inner_width))
     if not body:
-        body = [(("nobody waits", "muted"),)]
+        body = [(("no request waits", "muted"),)]
     assert all(row_width(row) <= frame.inner_width for row in body)
     return frame.draw(title, right, body)

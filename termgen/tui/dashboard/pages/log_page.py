@@ -89,11 +89,11 @@ def watch_panel(
         (" of a core to draw, ", "muted"),
     ]
     recent = view.steps[-256:]
-    told = percentile((s.publish_us for s in recent), 50)
+    published_us = percentile((s.publish_us for s in recent), 50)
     lasted = percentile((max(0, s.ended_ns - s.started_ns) / 1e3 for s in recent), 50)
-    share = told / lasted if told is not None and lasted else None
+    share = published_us / lasted if published_us is not None and lasted else None
     tax += [
-        (took(told / 1e3 if told is not None else None), "text"),
+        (took(published_us / 1e3 if published_us is not None else None), "text"),
         (" of the engine's time a step (", "muted"),
         (percent(share), "text"),
         (")", "muted"),

@@ -27,7 +27,7 @@ tokens looked up in the prefix cache and found there."""
 STEP_MS, GAP_MS, TTFT_MS, QUEUE_MS = range(NUM_SUMS, NUM_SUMS + NUM_PEAKS)
 """Rows of the longest in each stretch."""
 RUNNING, WAITING, KV_SHARE = range(NUM_SUMS + NUM_PEAKS, NUM_SUMS + NUM_PEAKS + NUM_STANDS)
-"""Rows of how things stand: as they were last told of."""
+"""Rows of gauges, at their last known values."""
 NUM_ROWS = NUM_SUMS + NUM_PEAKS + NUM_STANDS
 
 
@@ -95,7 +95,7 @@ class StepFigures:
         self._newest = -1
         """The newest bucket anything was in."""
         self._series = np.zeros((NUM_ROWS, kept_buckets))
-        """[kind, bucket % kept_buckets]; what stands is NaN where nothing told of it."""
+        """[kind, bucket % kept_buckets]; a gauge is NaN in a bucket without a value."""
         self._series[RUNNING:] = np.nan
         self._last: npt.NDArray[np.int64] | None = None
         """Facts of the newest step."""
@@ -224,8 +224,8 @@ class StepFigures:
         known = (buckets <= self._newest) & (buckets > self._newest - self._size)
         found = np.where(known, self._series[:, buckets % self._size], 0.0)
         stands = self._series[RUNNING:, buckets % self._size]
-        told = known & ~np.isnan(stands)
-        places = np.maximum.accumulate(np.where(told, np.arange(count), -1), axis=1)
+        has_value = known & ~np.isnan(stands)
+        places = np.maximum.accumulate(np.where(has_value, np.arange(count), -1), axis=1)
         values = np.take_along_axis(stands, np.maximum(places, 0), axis=1)
         found[RUNNING:] = np.where(places >= 0, values, 0.0)
         return found
@@ -240,8 +240,8 @@ def _shares(parts: Values, wholes: Values) -> Values:
 
 
 class TimeSpread:
-    """How often times were how long, second by second: percentiles to within 1% of any number of
-    them, at the cost of an array."""
+    """Histogram of times for each second: percentiles to within 1% of any number of times, in an
+    array of fixed size."""
 
     LEAST_MS, GROWTH, NUM_BINS = 1e-3, 1.02, 1050
     """Bins from a microsecond to a quarter of an hour."""
@@ -258,7 +258,7 @@ class TimeSpread:
         took_ms: npt.NDArray[np.float64],
         times: npt.NDArray[np.int64] | int = 1,
     ) -> None:
-        """Each as many `times`."""
+        """times: how often each occurred."""
         seconds = at_ns // 1_000_000_000
         newest = int(seconds.max())
         ahead = min(newest - self._newest, self._size) if self._newest >= 0 else self._size

@@ -323,19 +323,19 @@ class DashboardStore:
         """The last ones, of at most `SNAPSHOT_BYTES`."""
 
     def apply(self, events: Iterable[EngineEvent]) -> None:
-        """Steps are counted together; only what tells of a request is looked at one by one."""
+        """Steps are counted together; only events of requests are applied one by one."""
         steps: list[StepRecord] = []
-        told = 0  # of the steps, what lanes and log know
+        num_passed = 0  # steps that lanes and log have
         for event in events:
             if isinstance(event, StepRecord):
                 steps.append(event)
                 continue
-            if told < len(steps):  # in the order in which they came
-                self._tell(steps[told:])
-                told = len(steps)
+            if num_passed < len(steps):  # in the order in which they came
+                self._pass_on(steps[num_passed:])
+                num_passed = len(steps)
             self._apply_request(event)
-        if told < len(steps):
-            self._tell(steps[told:])
+        if num_passed < len(steps):
+            self._pass_on(steps[num_passed:])
         if steps:
             self._steps.extend(steps)
             self._graphs.add(steps)
@@ -345,7 +345,7 @@ class DashboardStore:
                 self._figures.add_waits(row, waits)
                 waits.clear()
 
-    def _tell(self, steps: Sequence[StepRecord]) -> None:
+    def _pass_on(self, steps: Sequence[StepRecord]) -> None:
         self.history.add_steps(steps)
         self.log.add_steps(steps)
 

@@ -199,7 +199,7 @@ def append_sampled(
     finished: torch.Tensor,  # [R] bool
     stop_ids: torch.Tensor,  # [R, K] int64, padded with -1
     token_counts: torch.Tensor,  # [R, V] int32, see `sampling.metadata`
-    edit_kinds: torch.Tensor | None = None,  # [R] int64, likewise
+    edit_kinds: torch.Tensor | None = None,  # [R] int64, see `sampling.metadata`
     ring: TokenRing | None = None,
 ) -> torch.Tensor:  # [B] int32
     """Takes a step's samples into the rows of the state, in place; into the counts where
