@@ -94,7 +94,9 @@ async def leave(server: Any, engine: AsyncEngine, stage: str, stream: bool) -> N
     await ask(LONG if stage == "prefill" else "Hello, you there")
     await at_stage(engine, 3 if stage == "queue" else 1, stage if stage != "queue" else "waiting")
     left_ns = time.perf_counter_ns()
-    writers.pop().transport.abort()
+    leaving = writers.pop()
+    leaving.transport.abort()
+    leaving.close()
     async with asyncio.timeout(10):
         while len((await engine.snapshot()).requests) > len(writers):
             await asyncio.sleep(0.005)
@@ -105,6 +107,7 @@ async def leave(server: Any, engine: AsyncEngine, stage: str, stream: bool) -> N
     assert steps_until_end(events, newest, left_ns) <= 2, stage
     for writer in writers:
         writer.transport.abort()
+        writer.close()
     async with asyncio.timeout(10):
         while (await engine.snapshot()).requests:
             await asyncio.sleep(0.005)

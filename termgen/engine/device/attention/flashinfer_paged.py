@@ -7,8 +7,10 @@ eagerly. Its kernels are compiled when first used, by nvcc and ninja, and kept o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from termgen.engine.device.attention.base import (
@@ -20,9 +22,6 @@ from termgen.errors import ConfigError
 
 if TYPE_CHECKING:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-from dataclasses import dataclass
-
-import numpy as np
 
 _LARGEST_QUERY_TILE = 128
 _BLOCKS_PER_MULTIPROCESSOR = 2
