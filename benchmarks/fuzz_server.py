@@ -21,29 +21,24 @@ import itertools
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fuzz_bodies import MAKERS, Body, body
-from machine import machine_facts
-from memory_soak import port_of, start_server, write_model
+from load_client import Clients, chat_body
+from machine import machine_facts, percentiles
+from memory_soak import SERVE_OPTIONS, write_model
+from servers import ServerProcess, post
 
 ANSWER_TIMEOUT_S = 60.0
-GOOD_BODY = {
-    "messages": [{"role": "user", "content": "x"}],
-    "stream": True,
-    "max_tokens": 60,
-    "ignore_eos": True,
-}
-SERVE_OPTIONS = (
+OPTIONS = (
+    *SERVE_OPTIONS,
     *("--kv-cache-gib", "0.1", "--no-log-requests", "--max-num-seqs", "32"),
     # An answer without a limit of its own ends with the context, long before ANSWER_TIMEOUT_S.
     *("--max-model-len", "512"),
@@ -71,13 +66,9 @@ class Fault:
 
 async def ask(port: int, sent: Body) -> Answer:
     """Raises ConnectionError or IncompleteReadError where the connection ends without an answer."""
-    head = (
-        f"POST {sent.path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(sent.content)}\r\n\r\n"
-    )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(head.encode() + sent.content)
+        writer.write(post(sent.path, sent.content))
         answer = await reader.readuntil(b"\r\n\r\n")
         content = await reader.read(-1)
         return Answer(int(answer[9:12]), content)
@@ -121,6 +112,8 @@ def _fields_of(content: bytes) -> list[str] | None:
 
 
 class LiveServer:
+    """A server that is started again after its death."""
+
     def __init__(self, model: Path, log: Path) -> None:
         self._model, self._log = model, log
         self.num_starts = 0
@@ -129,96 +122,16 @@ class LiveServer:
     def start(self) -> None:
         self.num_starts += 1
         log = self._log.with_suffix(f".{self.num_starts}.log")
-        self.process = start_server(self._model, log, SERVE_OPTIONS)
-        self.port = port_of(self.process, log)
+        self.process = ServerProcess(self._model, OPTIONS, log)
+        self.port = self.process.port
 
     async def has_died(self) -> bool:
         """Wait a moment: connections break before the process can be waited for."""
         for _ in range(20):
-            if self.process.poll() is not None:
+            if self.process.ending:
                 return True
             await asyncio.sleep(0.05)
         return False
-
-    @property
-    def how(self) -> str:
-        status = self.process.returncode
-        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
-
-    def stop(self) -> None:
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(40)
-        self.process.kill()
-
-
-# -- a good client -----------------------------------------------------------------------------
-
-
-@dataclass
-class GoodClient:
-    gaps: list[float] = field(default_factory=list)
-    num_answers: int = 0
-    num_broken: int = 0
-
-    async def run(self, port: int) -> None:
-        """Stream until it is cancelled."""
-        while True:
-            try:
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    is_whole = await self._stream(port)
-            except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
-                is_whole = False
-                await asyncio.sleep(0.2)
-            self.num_answers += is_whole
-            self.num_broken += not is_whole
-
-    async def _stream(self, port: int) -> bool:
-        content = json.dumps(GOOD_BODY).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
-        try:
-            writer.write(f"{head}content-length: {len(content)}\r\n".encode())
-            writer.write(b"content-type: application/json\r\n\r\n" + content)
-            last, tail = 0.0, b""
-            while piece := await reader.read(1 << 16):
-                now, tail = time.perf_counter(), (tail + piece)[-100:]
-                if b'"content":"' in piece:
-                    if last:
-                        self.gaps.append(now - last)
-                    last = now
-            return b"data: [DONE]" in tail
-        finally:
-            writer.transport.abort()
-
-    def report(self) -> dict[str, float]:
-        ordered = sorted(self.gaps)
-        p99_ms = ordered[int(0.99 * (len(ordered) - 1))] * 1e3 if ordered else float("nan")
-        return {"p99_ms": p99_ms, "answers": self.num_answers, "broken": self.num_broken}
-
-
-async def be_good(port: int) -> None:
-    """A good client until standard input ends; prints its report."""
-    client = GoodClient()
-    task = asyncio.create_task(client.run(port))
-    await asyncio.to_thread(sys.stdin.read)
-    task.cancel()
-    await asyncio.wait((task,))
-    print(json.dumps(client.report()))
-
-
-class GoodProcess:
-    """A good client in a process of its own, so that generating bodies does not delay its clock."""
-
-    def __init__(self, port: int) -> None:
-        command = [sys.executable, __file__, "--good-client", str(port)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-
-    async def report(self) -> dict[str, float]:
-        said, _ = await asyncio.to_thread(self._process.communicate, timeout=30)
-        report: dict[str, float] = json.loads(said)
-        return report
 
 
 # -- fuzzing -----------------------------------------------------------------------------------
@@ -292,14 +205,16 @@ class Fuzz:
             if not await self._server.has_died():
                 return False
             suspects, self._under_way = sorted(self._under_way), set()
-            print(f"{DIED} ({self._server.how}); {len(suspects)} suspects", file=sys.stderr)
+            print(
+                f"{DIED} ({self._server.process.ending}); {len(suspects)} suspects", file=sys.stderr
+            )
             self._server.start()
             found = False
             for seed in suspects:
                 if await self._send(seed) is None and await self._server.has_died():
                     found = True
                     self.num_deaths += 1
-                    self._add(DIED, seed, self._server.how)
+                    self._add(DIED, seed, self._server.process.ending)
                     self._server.start()
             self.num_done += len(suspects)
             if not found:
@@ -317,19 +232,20 @@ class Fuzz:
 
 
 async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
-    client = GoodProcess(server.port)
+    client = await Clients.start(server.port, [chat_body(60)])
     await asyncio.sleep(args.alone)
-    alone = await client.report()
+    alone = percentiles(gap for answer in await client.stop() for gap in answer.gaps_ms)
     run = Fuzz(server, args.output, most_deaths=args.most_deaths)
-    client = GoodProcess(server.port)
+    client = await Clients.start(server.port, [chat_body(60)])
     os.nice(5)  # the server and the good client have precedence: they started earlier
     began = time.monotonic()
     seeds = (f"{args.seed}/{index}" for index in itertools.count())
     wanted = (seed for seed in seeds if not args.kind or body(seed).kind in args.kind)
     await run.run(itertools.islice(wanted, args.requests), args.at_once, args.per_second)
     seconds = time.monotonic() - began
-    beside = await client.report()
-    ratio = beside["p99_ms"] / alone["p99_ms"]
+    answers = await client.stop()
+    beside = percentiles(gap for answer in answers for gap in answer.gaps_ms)
+    ratio, num_broken = beside["p99"] / alone["p99"], sum(a.error is not None for a in answers)
     report = {
         "machine": machine_facts(),
         "seed": args.seed,
@@ -339,17 +255,17 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
         "faults": Counter(f"{fault.what} ({fault.kind})" for fault in run.faults),
         "answers": dict(sorted(run.counts.items())),
         "good_client": {
-            "p99_ms_alone": alone["p99_ms"],
-            "p99_ms_beside": beside["p99_ms"],
+            "p99_ms_alone": alone["p99"],
+            "p99_ms_beside": beside["p99"],
             "ratio": ratio,
-            "answers": beside["answers"],
-            "broken": beside["broken"],
+            "answers": sum(answer.is_whole for answer in answers),
+            "broken": num_broken,
         },
     }
     (args.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
     is_slow = not ratio <= args.most_slower
-    return not (run.faults or beside["broken"] or is_slow)
+    return not (run.faults or num_broken or is_slow)
 
 
 # -- one body again ----------------------------------------------------------------------------
@@ -434,7 +350,6 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most-slower", type=float, default=2.0, help="ratio of 99th percentiles")
     parser.add_argument("--most-deaths", type=int, default=30, help="stop after so many")
     parser.add_argument("--output", type=Path, default=Path("fuzz_faults"))
-    parser.add_argument("--good-client", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--replay", metavar="SEED/INDEX")
     parser.add_argument("--shrink", metavar="SEED/INDEX")
     return parser.parse_args(given)
@@ -442,9 +357,6 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> int:
     args = parse_args(given)
-    if args.good_client is not None:
-        asyncio.run(be_good(args.good_client))
-        return 0
     print(f"seed {args.seed}", flush=True)
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -453,7 +365,7 @@ def main(given: list[str] | None = None) -> int:
             task = again if args.replay or args.shrink else fuzz
             return 0 if asyncio.run(task(server, args)) else 1
         finally:
-            server.stop()
+            server.process.stop()
 
 
 if __name__ == "__main__":

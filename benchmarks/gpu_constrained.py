@@ -15,16 +15,14 @@ json     every answer is a JSON array of strings
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from gpu_shapes import MODELS, write_config
-from machine import machine_facts
-from made_up_model import TINY, write_tiny, write_tokenizer
+from machine import parser_of, write_report
+from made_up_models import MODELS, REAL, write_config
 
 from termgen import LLM, SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
@@ -34,13 +32,12 @@ JSON = StructuredOutputsParams(json=STRINGS)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=REAL, default="qwen3-0.6b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--num-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3, help="medians of so many; one before them")
-    parser.add_argument("--output-json", type=Path)
     return parser.parse_args()
 
 
@@ -77,9 +74,8 @@ def cell(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     args = parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        is_tiny = args.device == "cpu"
-        model = write_tiny(Path(folder)) if is_tiny else write_config(Path(folder), args.model)
-        write_tokenizer(model, (TINY if is_tiny else MODELS[args.model])["vocab_size"])
+        name = "tiny" if args.device == "cpu" else args.model
+        model = write_config(Path(folder), name, vocab=MODELS[name]["vocab_size"])
         options: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": max(args.batch_sizes)}
         with LLM(str(model), load_format="dummy", device=args.device, **options) as llm:
             cells = []
@@ -88,9 +84,7 @@ def main() -> None:
                 cells.append({"batch": batch, "tokens_per_s": found})
                 rates = ", ".join(f"{kind} {rate:,.0f}" for kind, rate in found.items())
                 print(f"batch {batch}: {rates} tokens/s", flush=True)
-    if args.output_json is not None:
-        report = {"machine": machine_facts(), "model": args.model, "cells": cells}
-        args.output_json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(args, cells)
 
 
 if __name__ == "__main__":

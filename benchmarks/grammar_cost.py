@@ -11,74 +11,25 @@ medians would lie (bootstrap).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
-import os
 import random
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from constrained import PERSON
-from machine import machine_facts, write_report
-from made_up_model import TINY, write_tiny, write_tokenizer
+from machine import machine_facts, parser_of, write_report
+from made_up_models import write_config
+from servers import ROOT, ServerProcess
 
+OPTIONS = ("--device", "cpu", "--max-model-len", "2048", "--threads", "1")
 VOCAB = 49_152
 KINDS = ("free", "cached", "new")
-START_S = 120.0
 BOOTSTRAPS = 1000
-ROOT = Path(__file__).parents[1]
-
-
-@contextlib.contextmanager
-def serving(tree: Path, model: Path) -> Iterator[http.client.HTTPConnection]:
-    """A connection to a ready server of this tree."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "termgen", "serve", "--model", str(model), "--port", str(port)]
-    command += [
-        "--device",
-        "cpu",
-        "--max-model-len",
-        "2048",
-        "--threads",
-        "1",
-        "--load-format",
-        "dummy",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    with subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as server:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            wait_for(connection, server)
-            yield connection
-        finally:
-            server.terminate()
-
-
-def wait_for(connection: http.client.HTTPConnection, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/health")
-            response = connection.getresponse()
-            response.read()
-            if response.status == 200:
-                return
-        connection.close()
-        time.sleep(0.1)
-    raise SystemExit("a server did not become ready")
 
 
 def body_of(kind: str, number: int) -> dict[str, Any]:
@@ -145,30 +96,27 @@ def difference(those: list[float], these: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--against", type=Path, help="the root of another tree")
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()
     trees = {"this tree": ROOT}
     if args.against is not None:
         trees["other tree"] = args.against.resolve()
-        args.against = str(args.against)
     facts = machine_facts()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        model = write_tiny(Path(folder))
-        (model / "config.json").write_text(json.dumps({**TINY, "vocab_size": VOCAB}))
-        write_tokenizer(model, VOCAB)
-        connections = {
-            name: stack.enter_context(serving(tree, model)) for name, tree in trees.items()
-        }
+        model = write_config(Path(folder), vocab=VOCAB)
+        connections = {}
+        for name, tree in trees.items():
+            server = stack.enter_context(ServerProcess(model, OPTIONS, tree=tree))
+            connections[name] = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         found = measure(connections, args.rounds)
     for name, values in found.items():
         text = f"{name:34}{values['p50_ms']:8.2f} ms"
         if "low_ms" in values:
             text += f"  ({values['low_ms']:.2f} to {values['high_ms']:.2f})"
         print(text)
-    write_report(args, facts, found)
+    write_report(args, found, facts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hostile requests: each kind as the bytes of a whole request, or as a way to connect.
 
-Used by `hostile_clients.py`, and by the tests that send each of them once. Every grammar is new:
+Used by `hostile_load.py`, and by the tests that send each of them once. Every grammar is new:
 one that the server has cached costs it nothing.
 """
 

@@ -16,28 +16,32 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from hostile_kinds import ALL, KINDS
-from machine import machine_facts, write_report
+from hostile_kinds import ALL, CONNECTIONS, KINDS, bytes_of
+from load_client import Clients, Streamed, chat_body
+from loop_watch import LoopWatch
+from machine import machine_facts, parser_of, percentiles, write_report
+from servers import port_of, serving
 from simulated_gpu import Simulation, installed
 
-from termgen.config import EngineConfig, ServerConfig
+from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.library.catalog import resolve_model
 from termgen.server import Server
-from termgen.system.cpu_slices import share_lock_quickly
+from termgen.system.cpu_slices import share_lock_quickly, take_long_slices
 
-HERE = Path(__file__).parent
 NUM_STREAMS = 4
+"""Good ones, and as many hostile connections."""
 SETTLE_S = 0.1
 """Time after a change between quiet and hostile before gaps count."""
 
@@ -54,76 +58,77 @@ class Kind:
     hostile: dict[str, float] = field(default_factory=dict)
 
 
-class LoopWatch:
-    """The longest callback of the event loop, by its CPU time."""
-
-    def __init__(self) -> None:
-        self.longest_ns = 0
-        self.longest = ""
-
-    def reset(self) -> None:
-        self.longest_ns, self.longest = 0, ""
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        handle: Any = asyncio.Handle
-        run, clock = handle._run, time.thread_time_ns
-
-        def timed(this: Any) -> None:
-            before = clock()
-            run(this)
-            spent = clock() - before
-            if spent > self.longest_ns:
-                self.longest_ns, self.longest = spent, _name(this)
-
-        handle._run = timed
-        try:
-            yield
-        finally:
-            handle._run = run
+# -- the attackers, a process of their own ---------------------------------------------------------
 
 
-def _name(handle: Any) -> str:
-    """The function in which a task is suspended; for any other handle, its callback."""
-    callback = handle._callback
-    owner = getattr(callback, "__self__", None)
-    if isinstance(owner, asyncio.Task):
-        frames = owner.get_stack()
-        if frames:
-            return f"{frames[-1].f_code.co_name}:{frames[-1].f_lineno}"
-        return str(owner.get_coro())
-    return str(getattr(callback, "__qualname__", callback))
+async def ask(port: int, sent: bytes) -> str:
+    """Status and code of the answer, if one arrives."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(sent)
+        answer = await reader.read(4096)
+        if b"\r\n\r\n" in answer and not answer.partition(b"\r\n\r\n")[2]:
+            answer += await reader.read(4096)
+        code = answer.partition(b'"code":')[2].partition(b"}")[0].decode().strip('"')
+        return f"{answer[9:12].decode()} {code}".strip() if answer else "closed"
+    except ConnectionError:
+        return "closed"
+    finally:
+        writer.transport.abort()
+
+
+async def attack(port: int, kind: str, seconds: float, pause_s: float) -> dict[str, int]:
+    """Each connection pauses for `pause_s` after each answer."""
+    answers: Counter[str] = Counter()
+    begun = int(time.time() * 1000) % 10**7
+    end = time.monotonic() + seconds
+
+    async def worker(place: int) -> None:
+        await asyncio.sleep(pause_s * place / NUM_STREAMS)
+        number = begun + place
+        while time.monotonic() < end:
+            try:
+                async with asyncio.timeout(max(0.1, end - time.monotonic())):
+                    if kind in CONNECTIONS:
+                        answer = await CONNECTIONS[kind](port)
+                    else:
+                        answer = await ask(port, bytes_of(kind, number))
+            except TimeoutError:
+                answer = "none in time"
+            answers[answer] += 1
+            number += NUM_STREAMS
+            await asyncio.sleep(pause_s)
+
+    await asyncio.gather(*(worker(place) for place in range(NUM_STREAMS)))
+    return dict(answers)
+
+
+def attack_on_request(port: int, pause_s: float) -> None:
+    """Read lines `SECONDS KIND`, and after that time answer each with the number of answers of each
+    kind, in JSON."""
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # the server has precedence
+    os.nice(10)
+    take_long_slices()
+    for line in sys.stdin:
+        seconds, kind = line.strip().split(" ", 1)
+        if kind not in CONNECTIONS:
+            bytes_of(kind, 0)
+        print(json.dumps(asyncio.run(attack(port, kind, float(seconds), pause_s))), flush=True)
+
+
+# -- the measurement -------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def serving(step_ms: float) -> AsyncGenerator[tuple[AsyncEngine, Server, int], None]:
+async def started(step_ms: float) -> AsyncGenerator[tuple[AsyncEngine, Server], None]:
     model = resolve_model("smollm2-135m", allow_download=True).path
     simulation = Simulation(step_ms, num_blocks=8192, max_num_seqs=64, vocab_size=49_152)
     with installed(simulation):
         config = EngineConfig(model=str(model), max_model_len=8192)
         engine = await AsyncEngine.start(config, prewarm=True)
-    server = Server(engine, ServerConfig(port=0))
-    task = asyncio.create_task(server.serve())
-    await server.started()
-    try:
-        yield engine, server, int(server.url.rsplit(":", 1)[1])
-    finally:
-        await server.stop(drain_timeout=0)
-        await task
-        await engine.shutdown()
-
-
-async def start(script: str, **flags: Any) -> Process:
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    command = (sys.executable, str(HERE / script), *words)
-    return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=2**30)
-
-
-async def end(client: Process) -> bytes:
-    assert client.stdin is not None
-    client.stdin.close()
-    output, _ = await client.communicate()
-    return output
+    async with serving(engine) as server:
+        yield engine, server
+    await engine.shutdown()
 
 
 async def moment(seconds: float) -> tuple[int, int]:
@@ -146,48 +151,39 @@ async def measure(kind: Kind, hostile: Process, watch: LoopWatch, args: argparse
             kind.held_ms, kind.held_by = watch.longest_ns / 1e6, watch.longest
 
 
-def gaps_within(answers: list[list[int]], windows: list[tuple[int, int]]) -> list[int]:
-    """Times between tokens of the same answer that lie at least partly in a window."""
-    found = []
-    for times in answers:
+def gaps_within(answers: list[Streamed], windows: list[tuple[int, int]]) -> dict[str, float]:
+    """Times between tokens of the same answer that lie at least partly in a window, in ms."""
+    found: list[float] = []
+    for times in (answer.times_ns for answer in answers):
         for begin, end in windows:
             here = times[max(0, bisect_left(times, begin) - 1) : bisect_left(times, end) + 1]
-            found += [b - a for a, b in zip(here, here[1:], strict=False)]
-    return sorted(found)
-
-
-def percentiles(gaps: list[int]) -> dict[str, float]:
-    if not gaps:
-        return dict.fromkeys(("count", "p50", "p99", "max"), float("nan"))
-
-    def at(share: float) -> float:
-        return gaps[min(len(gaps) - 1, int(len(gaps) * share))] / 1e6
-
-    return {"count": len(gaps), "p50": at(0.5), "p99": at(0.99), "max": at(1.0)}
+            found += [(b - a) / 1e6 for a, b in zip(here, here[1:], strict=False)]
+    return percentiles(found)
 
 
 async def run_step(step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
     kinds, watch = [Kind(name, {False: [], True: []}) for name in args.kind], LoopWatch()
-    async with serving(step_ms) as (engine, server, port):
-        good = await start("patient_client.py", port=port, streams=NUM_STREAMS, tokens=4000)
-        hostile = await start("hostile_clients.py", port=port, pause=args.pause)
+    async with started(step_ms) as (engine, server):
+        port = port_of(server)
+        good = await Clients.start(port, [chat_body(4000)] * NUM_STREAMS)
+        command = (sys.executable, __file__, "--attack", str(port), "--pause", str(args.pause))
+        hostile = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         await asyncio.sleep(1.0)
         with watch.watching():
             for kind in kinds:
                 await measure(kind, hostile, watch, args)
-        await end(hostile)
-        output = await end(good)
-        if good.returncode or hostile.returncode:
-            raise SystemExit("a client failed")
-        answers = json.loads(output)
+        await hostile.communicate(b"")  # closes its input, which ends it
+        answers = await good.stop()
+        if errors := [answer.error for answer in answers if answer.error]:
+            raise SystemExit(f"a good stream failed: {errors[0]}")
         left = await left_behind(engine, server)
     rows = []
     for kind in kinds:
-        kind.quiet = percentiles(gaps_within(answers, kind.windows[False]))
-        kind.hostile = percentiles(gaps_within(answers, kind.windows[True]))
+        kind.quiet = gaps_within(answers, kind.windows[False])
+        kind.hostile = gaps_within(answers, kind.windows[True])
         rows.append({k: v for k, v in asdict(kind).items() if k != "windows"})
     together = {
-        name: percentiles(gaps_within(answers, [w for kind in kinds for w in kind.windows[is_on]]))
+        name: gaps_within(answers, [w for kind in kinds for w in kind.windows[is_on]])
         for name, is_on in (("quiet", False), ("hostile", True))
     }
     return {"step_ms": step_ms, "kinds": rows, "together": together, "left": left}
@@ -225,13 +221,13 @@ def show(result: dict[str, Any]) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--step-ms", type=float, nargs="+", default=[5.0, 10.0])
     parser.add_argument("--kind", nargs="+", default=list(ALL), choices=(*ALL, *KINDS))
     parser.add_argument("--seconds", type=float, default=0.5, help="of each moment")
     parser.add_argument("--rounds", type=int, default=1, help="quiet and hostile moments each")
     parser.add_argument("--pause", type=float, default=0.2, help="rest after each hostile answer")
-    parser.add_argument("--output-json", type=Path, help="write settings and results here")
+    parser.add_argument("--attack", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.kind = [name for kind in args.kind for name in KINDS.get(kind, (kind,))]
     return args
@@ -239,13 +235,16 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if args.attack:
+        attack_on_request(args.attack, args.pause)
+        return
     share_lock_quickly()  # as `termgen serve` does
     facts, results = machine_facts(), []
     for step_ms in args.step_ms:
         results.append(asyncio.run(run_step(step_ms, args)))
         show(results[-1])
         gc.collect()
-    write_report(args, facts, results)
+    write_report(args, results, facts)
 
 
 if __name__ == "__main__":

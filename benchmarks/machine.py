@@ -1,4 +1,4 @@
-"""The machine of a benchmark, and its report. Imports nothing heavy."""
+"""The machine of a benchmark, its arguments and its report. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,31 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("termgen", "torch", "transformers", "numpy", "xllamacpp", "accelerate")
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser described by a module's first line, with the flag that `write_report` reads."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--output-json", type=Path, help="write machine, settings and results here")
+    return parser
+
+
+def write_report(
+    args: argparse.Namespace, results: Any, facts: dict[str, Any] | None = None
+) -> None:
+    """Write settings and results to the file that `--output-json` names, if given.
+
+    facts: those of before the run, if the load of the machine then counts.
+    """
+    if args.output_json is not None:
+        settings = {k: v for k, v in vars(args).items() if k != "output_json"}
+        report = {"machine": facts or machine_facts(), "settings": settings, "results": results}
+        args.output_json.write_text(json.dumps(report, indent=1, default=str) + "\n")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -23,14 +44,6 @@ def machine_facts() -> dict[str, Any]:
         "packages": {name: v for name in PACKAGES if (v := package_version(name)) is not None},
         "load_average": os.getloadavg(),
     }
-
-
-def write_report(args: argparse.Namespace, facts: dict[str, Any], results: Any) -> None:
-    """Write settings and results to the file that `--output-json` names, if given."""
-    if args.output_json is not None:
-        settings = {k: v for k, v in vars(args).items() if k != "output_json"}
-        report = {"machine": facts, "settings": settings, "results": results}
-        args.output_json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def cpu_model() -> str:
@@ -50,3 +63,20 @@ def package_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    """Their number, p50, p99 and maximum; NaN without any."""
+    ordered = sorted(values)
+    if not ordered:
+        return {"count": 0} | dict.fromkeys(("p50", "p99", "max"), float("nan"))
+    last = len(ordered) - 1
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    at = {name: ordered[min(last, int(len(ordered) * share))] for name, share in shares.items()}
+    return {"count": len(ordered), **at}

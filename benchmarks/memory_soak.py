@@ -19,9 +19,7 @@ import contextlib
 import itertools
 import json
 import random
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine_facts
-from made_up_model import TINY
+from made_up_models import write_config
 from process_memory import descendants, resident_by_kind, resident_kib
+from servers import ServerProcess, post
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))
 
@@ -49,11 +48,8 @@ LEAVES_SHARE = 0.15
 KINDS = {"chat": 60, "completion": 20, "responses": 10, "messages": 10}
 TAIL_BYTES = 1 << 16
 """The kept end of an answer, which shows how it ended."""
-START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 300.0
 """Limit for a whole answer; a slower one counts as a fault."""
-
-_URL = re.compile(r"serves at (http://\S+)")
 
 
 # -- what is asked -----------------------------------------------------------------------------
@@ -186,14 +182,9 @@ class Clients:
                 self.faults.append(f"{ending}: {json.dumps(asked.body)[:2000]}")
 
     async def _ask(self, asked: Asked) -> str:
-        content = json.dumps(asked.body).encode()
-        head = (
-            f"POST {asked.path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-        )
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
-            writer.write(head.encode() + content)
+            writer.write(post(asked.path, json.dumps(asked.body).encode()))
             if asked.leaves_after == 0:
                 return "left at once"
             answer = await reader.readuntil(b"\r\n\r\n")
@@ -222,38 +213,20 @@ def _is_whole(asked: Asked, tail: bytes) -> bool:
 # -- the server --------------------------------------------------------------------------------
 
 
+SERVE_OPTIONS = ("--device", "cpu", "--threads", "1", "--served-model-name", "tiny")
+
+
 def write_model(folder: Path) -> Path:
     """The tokenizer and chat template of SmolLM2 on a model that computes next to nothing."""
     from termgen.engine.text.tokenizer import load_tokenizer
     from termgen.library.catalog import resolve_model
 
     tokenizer = load_tokenizer(resolve_model("smollm2-135m", allow_download=True).path)
-    model = folder / "tiny"
-    model.mkdir()
+    model = write_config(folder, vocab_size=tokenizer.vocab_size, max_position_embeddings=2048)
     (model / "tokenizer.json").write_text(tokenizer.to_json())
     named = {"eos_token": "<|im_end|>", "chat_template": tokenizer.chat_templates["default"]}
     (model / "tokenizer_config.json").write_text(json.dumps(named))
-    config = {**TINY, "vocab_size": tokenizer.vocab_size, "max_position_embeddings": 2048}
-    (model / "config.json").write_text(json.dumps(config))
     return model
-
-
-def start_server(model: Path, log: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
-    flags = "--device cpu --threads 1 --load-format dummy --port 0 --served-model-name tiny"
-    command = [sys.executable, "-m", "termgen", "serve", "--model", str(model), *flags.split()]
-    command += options
-    with log.open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
-
-
-def port_of(server: subprocess.Popen[bytes], log: Path) -> int:
-    """Wait until it serves."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and server.poll() is None:
-        if found := _URL.search(log.read_text()):
-            return int(found[1].rsplit(":", 1)[1])
-        time.sleep(0.1)
-    raise SystemExit(f"the server did not start:\n{log.read_text()}")
 
 
 # -- what is measured --------------------------------------------------------------------------
@@ -316,14 +289,14 @@ def is_flat(result: dict[str, dict[str, float]], most_per_cent: float) -> bool:
     return max(grown["line_per_cent"], grown["medians_per_cent"]) < most_per_cent
 
 
-async def soak(server: subprocess.Popen[bytes], port: int, args: argparse.Namespace) -> bool:
-    clients, began = Clients(port, Requests(args.seed)), time.monotonic()
+async def soak(server: ServerProcess, args: argparse.Namespace) -> bool:
+    clients, began = Clients(server.port, Requests(args.seed)), time.monotonic()
     watching = asyncio.create_task(watch(server.pid, began, clients, args.every, args.output))
     await clients.run(args.clients, began + 60 * args.minutes)
     watching.cancel()
     samples = await watching
     seconds = time.monotonic() - began
-    is_alive = server.poll() is None
+    is_alive = server.ending is None
     result = verdict([one for one in samples if one["seconds"] <= 60 * args.minutes])
     flat = is_flat(result, args.most_growth)
     summary = {
@@ -382,16 +355,9 @@ def main() -> int:
     args = parse_args()
     print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        log = args.output.with_suffix(".log")
-        server = start_server(write_model(Path(folder)), log, args.serve_options)
-        try:
-            port = port_of(server, log)
-            return 0 if asyncio.run(soak(server, port, args)) else 1
-        finally:
-            server.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(40)
-            server.kill()
+        model, options = write_model(Path(folder)), (*SERVE_OPTIONS, *args.serve_options)
+        with ServerProcess(model, options, args.output.with_suffix(".log")) as server:
+            return 0 if asyncio.run(soak(server, args)) else 1
 
 
 if __name__ == "__main__":

@@ -1,52 +1,29 @@
 """An engine with predetermined tokens, so that only the server is measured.
 
-`ScriptedEngine` is an `EngineClient` with an engine thread, a step at fixed intervals and one
-wake-up of the event loop a step, like the real one. Each token carries its number and the time when
-its step ended, so that a client can detect lost tokens, wrong order and delay.
+`ScriptedEngine` has an engine thread, a step at fixed intervals and one wake-up of the event loop a
+step, like the real one. Each token carries its number and the time when its step ended, so that a
+client can detect lost tokens, wrong order and delay.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from termgen.client import (
-    ModelInfo,
-    PauseMode,
-    Prompt,
-    RequestTimings,
-    SleepLevel,
-    TokenDelta,
-    TokenizerInfo,
-)
+from termgen.client import Prompt, RequestTimings, TokenDelta
 from termgen.engine.loop.engine import DeltaStream
-from termgen.vocabulary.events import EngineSnapshot, EventBus, EventRing
-from termgen.vocabulary.grammar_times import GrammarTotals
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
-MODEL = ModelInfo(
-    model_id="scripted",
-    root="scripted",
-    architecture="none",
-    dtype="none",
-    quantization=None,
-    device="none",
-    device_name="none",
-    max_model_len=2**20,
-    vocab_size=2**31,
-    num_blocks=1,
-    block_size=16,
-    has_chat_template=True,
-    created=0,
-    max_num_seqs=1024,
-)
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))
+
+from fake_engine import FakeEngine, make_model_info
 
 
 class _Row:
@@ -61,11 +38,13 @@ class _Row:
         self.first_ns = 0
 
 
-class ScriptedEngine:
+class ScriptedEngine(FakeEngine):
     """Every `step_s` each running request gets one token, until `max_tokens` of them."""
 
     def __init__(self, step_s: float, *, min_running: int = 1) -> None:
         """No request gets a token before `min_running` requests are there."""
+        most = {"max_model_len": 2**20, "vocab_size": 2**31, "max_num_seqs": 1024}
+        super().__init__(model=make_model_info(model_id="scripted", **most))
         self._step_s = step_s
         self._min_running = min_running
         self.has_begun = False
@@ -74,7 +53,6 @@ class ScriptedEngine:
         self._steps: deque[int] = deque()
         self._is_woken = False
         self._is_stopping = threading.Event()
-        self._bus = EventBus()
         self.num_tokens = 0
         self.ended_at = 0.0
         self.begun_at = 0.0
@@ -133,19 +111,13 @@ class ScriptedEngine:
             del self._rows[row.request_id]
             self.ended_at = time.perf_counter()
 
-    @property
-    def model(self) -> ModelInfo:
-        return MODEL
-
     async def generate(
         self,
         prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
+        **_: Any,
     ) -> AsyncGenerator[TokenDelta, None]:
         row = _Row(request_id or str(id(params)), params.max_tokens or 1)
         self._rows[row.request_id] = row
@@ -157,76 +129,3 @@ class ScriptedEngine:
 
     async def abort(self, request_id: str) -> bool:
         return self._rows.pop(request_id, None) is not None
-
-    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        return [1]
-
-    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        return [""] * len(token_ids)
-
-    @property
-    def tokenizer_info(self) -> TokenizerInfo:
-        return TokenizerInfo()
-
-    def grammar_totals(self) -> GrammarTotals:
-        return GrammarTotals()
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return ""
-
-    async def snapshot(self) -> EngineSnapshot:
-        counts: dict[str, Any] = dict.fromkeys(
-            (
-                *("num_waiting", "num_used_blocks", "num_cached_blocks", "num_free_blocks"),
-                *("prefix_query_tokens", "prefix_hit_tokens", "num_preemptions", "num_finished"),
-                *("prompt_tokens", "generation_tokens", "max_num_batched_tokens"),
-            ),
-            0,
-        )
-        return EngineSnapshot(
-            time_ns=time.perf_counter_ns(),
-            step=None,
-            requests=(),
-            num_running=len(self._rows),
-            block_states=np.zeros(1, np.uint8),
-            block_owners=np.zeros(1, np.int32),
-            max_num_seqs=MODEL.max_num_seqs,
-            last_progress_ns=time.perf_counter_ns(),
-            **counts,
-        )
-
-    def events(self, capacity: int = 4096) -> EventRing:
-        return self._bus.subscribe(capacity)
-
-    def close_events(self, ring: EventRing) -> None:
-        self._bus.unsubscribe(ring)
-
-    async def pause(self, mode: PauseMode = "wait") -> None:
-        raise AssertionError("the benchmark does not pause")
-
-    async def resume(self) -> None:
-        raise AssertionError("the benchmark does not pause")
-
-    async def reset_prefix_cache(self, *, force: bool = False) -> bool:
-        return True
-
-    async def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> None:
-        raise AssertionError("the benchmark does not sleep")
-
-    async def wake_up(self) -> None:
-        raise AssertionError("the benchmark does not sleep")
-
-    @property
-    def is_paused(self) -> bool:
-        return False
-
-    @property
-    def sleep_level(self) -> int:
-        return 0
-
-    @property
-    def is_healthy(self) -> bool:
-        return True
-
-    async def why_unhealthy(self) -> str | None:
-        return None

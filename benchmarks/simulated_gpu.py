@@ -11,8 +11,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.step import DeviceInfo, GraphStatus, StepPlan, StepResult
 from termgen.vocabulary.token_mask import RowMasks
 
+SIZES = [field.name for field in fields(MemoryLedger) if field.name.endswith("_bytes")]
 GIL_RELEASES = 8
 """GIL releases in launching a step."""
 _WORK = bytes(16_384)
@@ -66,18 +68,13 @@ class SimulatedGpu:
             eos_token_ids=(),
             memory=MemoryLedger(
                 name="memory",
-                total_bytes=0,
-                limit_bytes=0,
-                weights_bytes=0,
-                activations_bytes=0,
-                graphs_bytes=0,
-                workspace_bytes=0,
-                kv_cache_bytes=0,
                 kv_cache_tokens=16 * (simulation.num_blocks - 1),
-                other_bytes=0,
-                free_bytes=0,
+                **dict.fromkeys(SIZES, 0),
             ),
         )
+
+    def generation_config(self) -> dict[str, Any]:
+        return {}
 
     def submit(self, plan: StepPlan) -> SimulatedStep:
         for row in plan.added:

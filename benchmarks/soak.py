@@ -10,10 +10,8 @@ no stream, no text. Prints the process's resident memory (RSS) on the way.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
-import json
 import os
 import random
 import sys
@@ -24,15 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import machine_facts
-from made_up_model import TINY, write_tiny, write_tokenizer
+from machine import parser_of, write_report
+from made_up_models import write_config
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
 from termgen.system.cpu_slices import share_lock_quickly
 from termgen.vocabulary.sampling_params import SamplingParams
 
-VOCAB = TINY["vocab_size"]
+VOCAB = 2048
 NUM_PREFIXES = 40
 
 
@@ -192,42 +190,25 @@ def soak_config(folder: Path, **options: Any) -> EngineConfig:
     )
 
 
-def print_result(result: dict[str, Any]) -> None:
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--at-once", type=int, default=40, help="readers")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    share_lock_quickly()  # as the command line does
+    with tempfile.TemporaryDirectory() as folder:
+        config = soak_config(write_config(Path(folder), vocab=VOCAB))
+        result = asyncio.run(
+            soak(config, requests=args.requests, at_once=args.at_once, seed=args.seed, samples=20)
+        )
     print(
         f"{result['requests']} requests, {result['tokens']} tokens read, "
         f"{result['preemptions']} preemptions, {result['seconds']:.0f} s"
     )
-    print("endings: " + ", ".join(f"{count} {name}" for name, count in result["endings"].items()))
-    print("held at the end: " + ", ".join(f"{n} {name}" for name, n in result["held"].items()))
-    print("requests  RSS MiB")
-    for done, mib in result["rss_mib"]:
-        print(f"{done:8d} {mib:8.1f}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--at-once", type=int, default=40, help="readers")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-json", type=Path, help="write machine and results here")
-    args = parser.parse_args()
-    share_lock_quickly()  # as the command line does
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny(Path(folder))
-        write_tokenizer(model, VOCAB)
-        result = asyncio.run(
-            soak(
-                soak_config(model),
-                requests=args.requests,
-                at_once=args.at_once,
-                seed=args.seed,
-                samples=20,
-            )
-        )
-    print_result(result)
-    if args.output_json:
-        report = {"machine": machine_facts(), "seed": args.seed, "result": result}
-        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
+    for name in ("endings", "held"):
+        print(f"{name}: " + ", ".join(f"{count} {what}" for what, count in result[name].items()))
+    write_report(args, result)
 
 
 if __name__ == "__main__":
