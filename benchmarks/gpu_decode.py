@@ -1,9 +1,8 @@
-"""Speed of the engine on one GPU: random weights, real shapes, vLLM's measured figures beside.
+"""Speed of the engine on one GPU: random weights, real shapes.
 
     python benchmarks/gpu_decode.py [--models NAME ...] [--parts decode job prefill start]
     python benchmarks/gpu_decode.py --option kv_cache_dtype=fp8
     python benchmarks/gpu_decode.py --models qwen3-0.6b --parts sampling --batch-sizes 1 32 256
-    python benchmarks/gpu_decode.py --models qwen3-0.6b --parts job --sampling logprobs=5
 
 decode    time per step: prompts of 512 tokens, mean over 192 steps in which every row decodes
 job       256 requests of 100 to 1024 prompt and output tokens, drawn with seed 0: output tokens/s
@@ -12,9 +11,9 @@ start     birth of a process to its first token, with no kernel cached and with 
 sampling  decode with each kind of sampling, and its tokens/s in percent of those of plain sampling,
           measured in turns with it; not run unless named
 
-Needs a CUDA device and no tokenizer. Each model runs in a process of its own. Those that vLLM was
-not measured with run when they are named. The weights of qwen3-30b-a3b leave an 80 GB device room
-for the keys and values of about 100 rows: give it --batch-sizes and --parts decode.
+Needs a CUDA device and no tokenizer. Each model runs in a process of its own. The weights of
+qwen3-30b-a3b leave an 80 GB device room for the keys and values of about 100 rows: give it
+--batch-sizes and --parts decode.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import ChainMap, Counter
 from pathlib import Path
 from typing import Any
 
-from gpu_shapes import MODELS, floor_ms, write_config
-from machine import machine_facts
+from machine import gpu_name, machine_facts, parser_of, write_report
+from made_up_models import REAL, floor_ms, write_config
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
@@ -51,52 +49,27 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "logit_bias (8 ids)": {"logit_bias": {1000 + 7 * i: 2.5 for i in range(8)}},
     "logprobs 5": {"logprobs": 5},
     "logprobs 20": {"logprobs": 20},
-    "all of these": {
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-        "min_tokens": 300,
-        "logit_bias": {1000 + 7 * i: 2.5 for i in range(8)},
-        "logprobs": 20,
-    },
 }
+SAMPLING["all of these"] = dict(ChainMap(*reversed(SAMPLING.values())))
 SAMPLING_ROUNDS = 3
-LEAST_SHARE = 0.92
-"""Share of the tokens/s of plain sampling that each kind alone should reach."""
-PROMPT, STEPS, WARM_STEPS = 512, 192, 16
-VLLM = {  # vLLM 0.25.1 on one H100, same protocol: milliseconds per decode step by batch size
-    "qwen3-0.6b": {1: 1.66, 8: 1.77, 32: 2.63, 128: 5.22, 256: 8.48},
-    "llama-3.2-1b": {1: 1.48, 8: 1.66, 32: 1.97, 128: 3.09, 256: 4.38},
-    "llama-3.1-8b": {1: 6.53, 8: 6.83, 32: 7.66, 128: 11.04, 256: 16.23},
+OPTION: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "metavar": "FIELD=VALUE",
+    "help": "further engine setting, such as cudagraph_mode=piecewise",
 }
-VLLM_JOB = {"qwen3-0.6b": 19193}
-VLLM_PREFILL = {"qwen3-0.6b": 388e3, "llama-3.2-1b": 263e3, "llama-3.1-8b": 43.1e3}
+PROMPT, STEPS, WARM_STEPS = 512, 192, 16
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(VLLM))
+    parser = parser_of(__doc__)
+    default = [name for name in REAL if name != "qwen3-30b-a3b"]
+    parser.add_argument("--models", nargs="+", choices=REAL, default=default)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128, 256])
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument(
-        "--sampling",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="sampling parameter of decode and job, such as repetition_penalty=1.1",
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="further engine setting, such as cudagraph_mode=piecewise",
-    )
-    parser.add_argument("--output-json", type=Path, help="write machine and results here")
-    parser.add_argument("--profile", type=int, metavar="BATCH", help="print this batch's kernels")
-    parser.add_argument("--profile-prefill", action="store_true", help="print prefill's kernels")
+    parser.add_argument("--option", **OPTION)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--start", nargs=2, metavar=("FOLDER", "BORN"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -111,24 +84,15 @@ def engine_options(items: list[str]) -> dict[str, Any]:
     return options
 
 
-def make_engine(name: str, folder: Path, options: dict[str, Any]) -> tuple[SyncEngine, float]:
-    started = time.perf_counter()
-    engine = SyncEngine(
-        EngineConfig(
-            **{
-                "model": str(write_config(folder, name)),
-                "load_format": "dummy",
-                "skip_tokenizer_init": True,
-                "device": "cuda",
-                "max_num_seqs": 256,
-                "max_num_batched_tokens": 16384,
-                "max_model_len": 4096,
-                "enable_prefix_caching": False,
-                **options,
-            }
-        )
+def make_engine(model: Path, **options: Any) -> SyncEngine:
+    """With random weights and no tokenizer."""
+    fixed = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda"}
+    return SyncEngine(
+        EngineConfig(**{"model": str(model), **fixed, "max_model_len": 4096, **options})
     )
-    return engine, time.perf_counter() - started
+
+
+FULL = {"max_num_seqs": 256, "max_num_batched_tokens": 16384, "enable_prefix_caching": False}
 
 
 def add(
@@ -140,7 +104,9 @@ def add(
         GenerationRequest(
             request_id=f"{index}",
             prompt_token_ids=prompt,
-            params=SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=index, **params),
+            params=SamplingParams(
+                max_tokens=output_tokens, temperature=0.0, ignore_eos=True, seed=index, **params
+            ),
         )
     )
 
@@ -163,7 +129,7 @@ def drain_timed(engine: SyncEngine) -> tuple[float, dict[str, float]]:
     return seconds, {mode: n / counts.total() for mode, n in counts.items()}
 
 
-def decode_cell(engine: SyncEngine, batch: int, params: dict[str, Any]) -> dict[str, Any]:
+def decode_cell(engine: SyncEngine, batch: int, **params: Any) -> dict[str, Any]:
     """Milliseconds per step, by the clock of the thread that reads the tokens."""
     for index in range(batch):
         add(engine, index, PROMPT, STEPS + 3 * WARM_STEPS + 64, **params)
@@ -194,9 +160,7 @@ def decode_cell(engine: SyncEngine, batch: int, params: dict[str, Any]) -> dict[
     }
 
 
-def sampling_cells(
-    engine: SyncEngine, batches: list[int], params: dict[str, Any]
-) -> list[dict[str, Any]]:
+def sampling_cells(engine: SyncEngine, batches: list[int]) -> list[dict[str, Any]]:
     """Each kind of sampling at each batch size, the median of some rounds; every kind once in each
     round, since clocks change in the meantime."""
     cells = []
@@ -204,19 +168,19 @@ def sampling_cells(
         runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in SAMPLING}
         for kind in [*SAMPLING] * SAMPLING_ROUNDS:
             gc.collect()
-            runs[kind].append(decode_cell(engine, batch, params | SAMPLING[kind]))
+            runs[kind].append(decode_cell(engine, batch, **SAMPLING[kind]))
         for kind, found in runs.items():
             middle = sorted(found, key=lambda cell: cell["ms"])[len(found) // 2]
             cells.append({**middle, "kind": kind})
     return cells
 
 
-def job(engine: SyncEngine, params: dict[str, Any]) -> tuple[float, dict[str, float]]:
+def job(engine: SyncEngine) -> tuple[float, dict[str, float]]:
     """The 256-request job: output tokens per second, and its steps by graph mode."""
     rng = random.Random(0)
     lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
     for index, (prompt, output) in enumerate(lengths):
-        add(engine, index, prompt, output, **params)
+        add(engine, index, prompt, output)
     seconds, graphs = drain_timed(engine)
     return sum(output for _, output in lengths) / seconds, graphs
 
@@ -224,91 +188,69 @@ def job(engine: SyncEngine, params: dict[str, Any]) -> tuple[float, dict[str, fl
 def prefill(engine: SyncEngine) -> tuple[float, dict[str, float]]:
     """Prompt tokens per second, and the steps by graph mode."""
     for index in range(32):
-        add(engine, index, 2048, 1, temperature=0.0)
+        add(engine, index, 2048, 1)
     seconds, graphs = drain_timed(engine)
     return 32 * 2048 / seconds, graphs
 
 
-def profile_batch(engine: SyncEngine, batch: int, params: dict[str, Any]) -> None:
-    """Time of each kernel in a steady decode step."""
-    for index in range(batch):
-        add(engine, index, PROMPT, 200, **params)
-    for _ in range(batch // 16 + 60):
-        engine.step()
-    profile(engine, lambda: [engine.step() for _ in range(10)])
-    drain(engine)
-
-
-def profile(engine: SyncEngine, work: Callable[[], object]) -> None:
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        work()
-    table = trace.key_averages().table(
-        sort_by="self_cuda_time_total", row_limit=24, max_name_column_width=60
-    )
-    keep = [line[:60] + line[-75:] for line in str(table).splitlines()]
-    print("\n".join(keep), file=sys.stderr)
-
-
 def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    params = {"temperature": args.temperature, **engine_options(args.sampling)}
     with tempfile.TemporaryDirectory() as folder:
         options = engine_options(args.option)
-        engine, start_s = make_engine(name, Path(folder), options)
+        engine = make_engine(write_config(Path(folder), name), **{**FULL, **options})
         kv_bytes = 2 if options.get("kv_cache_dtype", "auto") == "auto" else 1
-        result: dict[str, Any] = {"model": name, "start_s": start_s, "decode": []}
+        result: dict[str, Any] = {"model": name, "decode": []}
         for _ in range(2):  # clocks, allocator
-            decode_cell(engine, 8, params)
+            decode_cell(engine, 8)
         if "decode" in args.parts:
             for batch in args.batch_sizes:
                 gc.collect()
-                cell = decode_cell(engine, batch, params)
+                cell = decode_cell(engine, batch)
                 context = PROMPT + WARM_STEPS + STEPS // 2
                 cell["floor_ms"] = floor_ms(name, batch, context, kv_bytes=kv_bytes)
-                cell["vllm_ms"] = VLLM.get(name, {}).get(batch)
                 result["decode"].append(cell)
         if "job" in args.parts:
-            result["job"], result["job_graphs"] = [job(engine, params) for _ in range(2)][-1]
-            result["vllm_job"] = VLLM_JOB.get(name)
+            result["job"], result["job_graphs"] = [job(engine) for _ in range(2)][-1]
         if "prefill" in args.parts:
             runs = [prefill(engine) for _ in range(3)]
             result["prefill"], result["prefill_graphs"] = max(runs, key=lambda run: run[0])
-            result["vllm_prefill"] = VLLM_PREFILL.get(name)
         if "sampling" in args.parts:
-            result["sampling"] = sampling_cells(engine, args.batch_sizes, params)
-        if args.profile:
-            profile_batch(engine, args.profile, params)
-        if args.profile_prefill:
-            profile(engine, lambda: prefill(engine))
+            result["sampling"] = sampling_cells(engine, args.batch_sizes)
         engine.shutdown()
     return result
 
 
-def starts(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+def start(folder: Path, born: float, options: dict[str, Any]) -> dict[str, Any]:
+    """Seconds from the birth of this process, by `time.time`, to its first token."""
+    imported = time.time()
+    engine = make_engine(folder, **options)
+    add(engine, 0, 100, 2)
+    while not any(delta.token_ids for delta in engine.step()):
+        pass
+    first_token = time.time()
+    snapshot = engine.snapshot()
+    return {
+        "imports_s": imported - born,
+        "first_token_s": first_token - born,
+        "phases": [list(phase) for phase in engine.model.startup],
+        "graphs": [snapshot.num_graphs_recorded, snapshot.num_graphs],
+    }
+
+
+def starts(name: str) -> list[dict[str, Any]]:
     """Two starts in fresh processes that share a kernel cache and a bytecode cache, both empty at
     first.
 
     An installed package comes with its bytecode, but some machines keep packages without it in
     read-only folders, and compile a thousand files at every start.
     """
-    program = Path(__file__).with_name("start_time.py")
     found = []
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder), name)
+        caches = {"TRITON_CACHE_DIR": cache, "PYTHONPYCACHEPREFIX": f"{cache}/bytecode"}
         for _ in range(2):
-            command = [sys.executable, str(program), str(model), repr(time.time()), *args.option]
+            command = [sys.executable, *sys.argv, "--start", str(model), repr(time.time())]
             done = subprocess.run(
-                command,
-                env={
-                    **os.environ,
-                    "TRITON_CACHE_DIR": cache,
-                    "PYTHONPYCACHEPREFIX": f"{cache}/bytecode",
-                },
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
+                command, env=os.environ | caches, stdout=subprocess.PIPE, text=True, check=True
             )
             found.append(json.loads(done.stdout.splitlines()[-1]))
     return found
@@ -337,19 +279,16 @@ def print_sampling(cells: list[dict[str, Any]]) -> None:
         )
         least = min(shares[kind, batch] for batch in batches)
         graphs = min(cell["graph_share"] for cell in cells_of)
-        mark = " " if least >= LEAST_SHARE else "<"
-        print(f"  {kind:24}{columns}{100 * least:6.1f}%{mark}{100 * graphs:6.0f}%")
+        print(f"  {kind:24}{columns}{100 * least:6.1f}% {100 * graphs:6.0f}%")
 
 
 def print_result(result: dict[str, Any]) -> None:
-    started = f": started in {result['start_s']:.1f} s" if "start_s" in result else ""
-    print(f"{result['model']}{started}")
+    print(result["model"])
     if result.get("decode"):
-        print("  batch  ms/step   vLLM  floor  % of floor  graphs  schedule us  apply us")
+        print("  batch  ms/step  floor  % of floor  graphs  schedule us  apply us")
     for c in result.get("decode", ()):
-        vllm = f"{c['vllm_ms']:6.2f}" if c["vllm_ms"] else "     -"
         print(
-            f"  {c['batch']:5d} {c['ms']:8.3f} {vllm} {c['floor_ms']:6.2f} "
+            f"  {c['batch']:5d} {c['ms']:8.3f} {c['floor_ms']:6.2f} "
             f"{100 * c['floor_ms'] / c['ms']:10.0f}% {100 * c['graph_share']:6.0f}% "
             f"{c['schedule_us']:12.0f} {c['apply_us']:9.0f}"
         )
@@ -357,11 +296,9 @@ def print_result(result: dict[str, Any]) -> None:
         print_sampling(result["sampling"])
     for part, unit in (("job", "output tokens/s"), ("prefill", "prompt tokens/s")):
         if part in result:
-            vllm = result[f"vllm_{part}"]
-            beside = f" (vLLM {vllm:,.0f})" if vllm else ""
             shares = sorted(result[f"{part}_graphs"].items())
             graphs = ", ".join(f"{100 * share:.0f}% {mode}" for mode, share in shares)
-            print(f"  {part}: {result[part]:,.0f} {unit}{beside}; steps {graphs}")
+            print(f"  {part}: {result[part]:,.0f} {unit}; steps {graphs}")
     if "start" in result:
         print_starts(result["start"])
     sys.stdout.flush()
@@ -369,6 +306,10 @@ def print_result(result: dict[str, Any]) -> None:
 
 def main() -> None:
     args = parse_args()
+    if args.start:
+        folder, born = args.start
+        print(json.dumps(start(Path(folder), float(born), engine_options(args.option))))
+        return
     if args.child:
         print(json.dumps(run_model(args, args.models[0])))
         return
@@ -383,15 +324,10 @@ def main() -> None:
                 continue
             result = json.loads(done.stdout.splitlines()[-1])
         if "start" in args.parts:  # after the child has freed the device's memory
-            result["start"] = starts(args, name)
+            result["start"] = starts(name)
         results.append(result)
-        print_result(results[-1])
-    if args.output_json:
-        import torch
-
-        facts = {**machine_facts(), "gpu": torch.cuda.get_device_name()}
-        report = {"machine": facts, "results": results}
-        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
+        print_result(result)
+    write_report(args, results, {**machine_facts(), "gpu": gpu_name()})
     if len(results) < len(args.models):
         raise SystemExit(1)
 

@@ -10,12 +10,9 @@ modes alternate, three rounds; medians. A CUDA device is needed, and no tokenize
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu_decode import add, make_engine
-from gpu_shapes import MODELS
-from machine import machine_facts
+from machine import parser_of, write_report
+from made_up_models import REAL, write_config
 
 from termgen.engine.loop.engine import SyncEngine
 from termgen.vocabulary.events import EventRing, StepRecord
@@ -35,6 +32,12 @@ LOADS = {
     "document": {"running": 16, "prompt": (256, 1500), "output": (32, 128), "requests": 120},
 }
 ROUNDS = 3
+OPTIONS = {
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": 2048,
+    "max_num_seqs": 64,
+    "kv_cache_gib": 6.0,
+}
 
 
 def run_load(engine: SyncEngine, load: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def run_load(engine: SyncEngine, load: dict[str, Any]) -> dict[str, Any]:
         while running < load["running"] and started < load["requests"]:
             prompt, output = rng.randint(*load["prompt"]), rng.randint(*load["output"])
             added_at[str(started)] = time.perf_counter()
-            add(engine, started, prompt, output, temperature=0.0)
+            add(engine, started, prompt, output)
             started, running = started + 1, running + 1
         deltas = engine.step()
         now = time.perf_counter()
@@ -76,15 +79,9 @@ def run_load(engine: SyncEngine, load: dict[str, Any]) -> dict[str, Any]:
 def run_model(name: str, modes: list[str]) -> list[dict[str, Any]]:
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        engines = {}
+        model, engines = write_config(Path(folder), name), {}
         for mode in modes:
-            options = {
-                "cudagraph_mode": mode,
-                "max_num_batched_tokens": 2048,
-                "max_num_seqs": 64,
-                "kv_cache_gib": 6.0,
-            }
-            engines[mode], _ = make_engine(name, Path(folder), options)
+            engines[mode] = make_engine(model, cudagraph_mode=mode, **OPTIONS)
         for load_name, load in LOADS.items():
             rounds: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
             for index in range(ROUNDS + 1):
@@ -109,16 +106,11 @@ def run_model(name: str, modes: list[str]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-0.6b"])
+    parser = parser_of(__doc__)
+    parser.add_argument("--models", nargs="+", choices=REAL, default=["qwen3-0.6b"])
     parser.add_argument("--modes", nargs="+", default=list(MODES))
-    parser.add_argument("--output-json", type=Path)
     args = parser.parse_args()
-    results = [found for name in args.models for found in run_model(name, args.modes)]
-    if args.output_json:
-        report = {"machine": machine_facts(), "results": results}
-        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
-    sys.stdout.flush()
+    write_report(args, [found for name in args.models for found in run_model(name, args.modes)])
 
 
 if __name__ == "__main__":
