@@ -8,13 +8,15 @@ measured apart: it grows with the engine's speed, and a frame does not.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+from loop_watch import timed_callbacks
 from textual._context import active_app
 
 from termgen.tui.app import PatientDriver
@@ -35,24 +37,15 @@ class FrameCost:
 
 
 class FrameCosts:
-    """Counts while it is entered. The newest of `frames` is unfinished."""
+    """The newest of `frames` is unfinished."""
 
     def __init__(self) -> None:
         self.frames = [FrameCost()]
 
-    def __enter__(self) -> FrameCosts:
-        run = asyncio.Handle._run
+    @contextmanager
+    def counting(self) -> Iterator[FrameCosts]:
         drain, apply, write = EventReader._drain, DashboardStore.apply, PatientDriver.write
         refresh_view = DashboardScreen.refresh_view
-        self._real = run, drain, apply, refresh_view, write
-
-        def timed_run(handle: Any) -> None:
-            if handle._context.get(active_app) is None:
-                run(handle)
-                return
-            began_ns = time.thread_time_ns()
-            run(handle)
-            self.frames[-1].all_ns += time.thread_time_ns() - began_ns
 
         def timed_drain(intake: EventReader) -> bool:
             began_ns = time.thread_time_ns()
@@ -72,18 +65,20 @@ class FrameCosts:
             self.frames[-1].num_bytes += len(data.encode())
             write(driver, data)
 
-        self._put(timed_run, timed_drain, counted_apply, marked_refresh, counted_write)
-        return self
+        with ExitStack() as stack:
+            stack.enter_context(timed_callbacks(self._add))
+            for owner, name, new in (
+                (EventReader, "_drain", timed_drain),
+                (DashboardStore, "apply", counted_apply),
+                (DashboardScreen, "refresh_view", marked_refresh),
+                (PatientDriver, "write", counted_write),
+            ):
+                stack.enter_context(patch.object(owner, name, new))
+            yield self
 
-    def __exit__(self, *exc: object) -> None:
-        self._put(*self._real)
-
-    def _put(self, run: Any, drain: Any, apply: Any, refresh_view: Any, write: Any) -> None:
-        asyncio.Handle._run = run  # type: ignore[method-assign]
-        EventReader._drain = drain  # type: ignore[method-assign]
-        DashboardStore.apply = apply  # type: ignore[method-assign]
-        DashboardScreen.refresh_view = refresh_view  # type: ignore[method-assign]
-        PatientDriver.write = write  # type: ignore[method-assign]
+    def _add(self, handle: Any, spent_ns: int) -> None:
+        if handle._context.get(active_app) is not None:
+            self.frames[-1].all_ns += spent_ns
 
 
 def figures(frames: Sequence[FrameCost]) -> dict[str, float]:
@@ -93,28 +88,21 @@ def figures(frames: Sequence[FrameCost]) -> dict[str, float]:
     frame_ms = np.array([f.all_ns for f in frames]) / 1e6
     draw_ms = np.array([f.all_ns - f.intake_ns for f in frames]) / 1e6
     num_bytes = np.array([f.num_bytes for f in frames])
+    intake_us = sum(f.intake_ns for f in frames) / 1e3
     return {
         "frame_ms": float(frame_ms.mean()),
         "draw_ms": float(draw_ms.mean()),
-        "draw_p99_ms": float(np.percentile(draw_ms, 99)),
         "draw_max_ms": float(draw_ms.max()),
-        "intake_us_per_event": sum(f.intake_ns for f in frames)
-        / 1e3
-        / max(1, sum(f.num_events for f in frames)),
+        "intake_us_per_event": intake_us / max(1, sum(f.num_events for f in frames)),
         "bytes": float(num_bytes.mean()),
-        "max_bytes": float(num_bytes.max()),
     }
 
 
-HEAD = (
-    f"{'a frame: ms':>23}{'drawing':>9}{'p99':>7}{'max':>7}"
-    f"{'bytes':>8}{'max':>8}{'us an event':>13}"
-)
-
-
-def line(name: str, f: dict[str, float]) -> str:
-    return (
-        f"{name:>13}{f['frame_ms']:10.1f}{f['draw_ms']:9.1f}{f['draw_p99_ms']:7.1f}"
-        f"{f['draw_max_ms']:7.1f}{f['bytes']:8.0f}{f['max_bytes']:8.0f}"
-        f"{f['intake_us_per_event']:13.1f}"
-    )
+def print_frames(rows: Mapping[str, dict[str, float]]) -> None:
+    print(f"{'a frame: ms':>25}{'drawing':>9}{'max':>7}{'us an event':>13}{'bytes':>8}")
+    for name, f in rows.items():
+        print(
+            f"{name:>14}{f['frame_ms']:11.1f}{f['draw_ms']:9.1f}{f['draw_max_ms']:7.1f}"
+            f"{f['intake_us_per_event']:13.1f}{f['bytes']:8.0f}",
+            flush=True,
+        )

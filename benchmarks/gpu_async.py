@@ -23,22 +23,29 @@ its own.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.util
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpu_shapes import MODELS, write_config
-from machine import machine_facts
-from made_up_model import TINY, write_tiny, write_tokenizer
+from gpu_decode import OPTION, engine_options
+from machine import gpu_name, machine_facts, parser_of, write_report
+from made_up_models import MODELS, REAL, write_config
+from servers import serving
 
+from termgen.config import EngineConfig
+from termgen.engine.loop.engine import AsyncEngine
 from termgen.system.cpu_slices import share_lock_quickly
+
+if TYPE_CHECKING:
+    from front_ends import FrontSizes
 
 ENGINE_PARTS = ("host", "sync", "hold", "idle")
 """The order matters: once torch's profiler has run, every launch takes five times as long."""
@@ -46,13 +53,13 @@ SCREEN_PARTS = ("dashboard", "terminal", "sse")
 NEEDED = {
     "dashboard": ("textual",),
     "terminal": ("textual",),
-    "sse": ("starlette", "uvicorn", "prometheus_client"),
+    "sse": ("textual", "starlette", "uvicorn", "prometheus_client"),
 }
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=REAL, default="qwen3-0.6b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", default=",".join((*ENGINE_PARTS, *SCREEN_PARTS)))
     parser.add_argument("--batch-sizes", type=int, nargs="+")
@@ -61,14 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.4, help="length of a cell")
     parser.add_argument("--screen-seconds", type=float, default=2.0, help="the same with a screen")
     parser.add_argument("--run-ahead-ms", type=float, default=20.0)
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="further engine setting, such as cudagraph_mode=piecewise",
-    )
-    parser.add_argument("--output-json", type=Path, help="write machine and results here")
+    parser.add_argument("--option", **OPTION)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.parts = args.parts.split(",")
@@ -76,16 +76,15 @@ def parse_args() -> argparse.Namespace:
     if unknown:
         parser.error(f"--parts knows {', '.join((*ENGINE_PARTS, *SCREEN_PARTS))}, not {unknown}")
     is_tiny = args.device == "cpu"
+    args.model = "tiny" if is_tiny else args.model
+    args.vocab = MODELS[args.model]["vocab_size"]
+    args.prompt = 16 if is_tiny else 512
     args.batch_sizes = args.batch_sizes or ([1, 2, 4] if is_tiny else [1, 32, 256])
     args.streams = args.streams or (4 if is_tiny else 64)
     return args
 
 
-def engine_config(args: argparse.Namespace, folder: Path, *, has_tokenizer: bool) -> Any:
-    from gpu_decode import engine_options
-
-    from termgen.config import EngineConfig
-
+def engine_config(args: argparse.Namespace, folder: Path, *, has_tokenizer: bool) -> EngineConfig:
     options: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": not has_tokenizer,
@@ -98,19 +97,22 @@ def engine_config(args: argparse.Namespace, folder: Path, *, has_tokenizer: bool
         "run_ahead_ms": args.run_ahead_ms,
     }
     if args.device == "cpu":
-        target = write_tiny(folder)
         options |= {"kv_cache_gib": 0.1, "threads": 1, "max_num_seqs": 16}
         options |= {"max_num_batched_tokens": 512}
-    else:
-        target = write_config(folder, args.model)
-    if has_tokenizer:
-        write_tokenizer(target, vocab_size(args))
-    return EngineConfig(**{"model": str(target), **options, **engine_options(args.option)})
+    model = write_config(folder, args.model, vocab=args.vocab if has_tokenizer else 0)
+    return EngineConfig(**{"model": str(model), **options, **engine_options(args.option)})
 
 
-def vocab_size(args: argparse.Namespace) -> int:
-    model = TINY if args.device == "cpu" else MODELS[args.model]
-    return int(model["vocab_size"])
+def attempt(works: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """The result of each part. A failure is reported with the figures of the others, which took
+    minutes."""
+    found: dict[str, Any] = {}
+    for part, work in works.items():
+        try:
+            found[part] = work()
+        except Exception as error:
+            found[part] = {"failed": repr(error)}
+    return found
 
 
 def run_child(args: argparse.Namespace) -> dict[str, Any]:
@@ -130,15 +132,14 @@ def run_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sizes = parts.Sizes(
         batches=tuple(args.batch_sizes),
         host_batches=tuple(b for b in (1, 2, 4, 8, 32, 64, 128, 192, 256) if b <= most),
-        prompt=16 if is_tiny else 512,
+        prompt=args.prompt,
         seconds=args.seconds,
         most_steps=2500,
         rounds=args.rounds,
         job_requests=12 if is_tiny else 256,
         job_tokens=(5, 60) if is_tiny else (100, 1024),
-        vocab=vocab_size(args),
+        vocab=args.vocab,
     )
-    found: dict[str, Any] = {}
     with parts.engine_core(engine_config(args, folder, has_tokenizer=False)) as core:
         for _ in range(2):  # clocks, allocator
             with parts.Decode(core, min(8, most), sizes, parts.depth("ahead", ms)) as decode:
@@ -150,28 +151,42 @@ def run_engine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "sync": lambda: parts.compare(core, sizes, ms, names=("sync", "two", "ahead")),
             "hold": lambda: parts.compare(core, longer, ms, names=("two", "ahead"), holds=True),
         }
-        for part in args.parts:
-            try:
-                found[part] = works[part]()
-            except Exception as error:  # reported with the others' figures, which took minutes
-                found[part] = {"failed": repr(error)}
-    return found
+        return attempt({part: works[part] for part in args.parts})
 
 
 def run_screens(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from async_screen_parts import FrontSizes, run_screen_parts
+    from front_ends import FrontSizes
 
-    is_tiny = args.device == "cpu"
     sizes = FrontSizes(
         streams=args.streams,
-        prompt=16 if is_tiny else 512,
+        prompt=args.prompt,
         seconds=args.screen_seconds,
         rounds=args.rounds,
         max_tokens=15_000,
-        vocab=vocab_size(args),
+        vocab=args.vocab,
     )
     config = engine_config(args, folder, has_tokenizer=True)
-    return run_screen_parts(args.parts, config, sizes)
+    with asyncio.Runner() as runner:
+        engine = runner.run(AsyncEngine.start(config))
+        try:
+            return attempt(
+                {p: partial(runner.run, screen_part(p, engine, sizes)) for p in args.parts}
+            )
+        finally:
+            runner.run(engine.shutdown())
+
+
+async def screen_part(part: str, engine: AsyncEngine, sizes: FrontSizes) -> list[dict[str, Any]]:
+    from front_ends import STALLED_S, Terminal, clients, dashboard, in_turns, stalled
+
+    if part == "sse":
+        async with serving(engine) as server:
+            return await in_turns(engine, sizes, partial(clients, server, sizes), sends=True)
+    with Terminal(48, 160) as terminal:
+        if part == "terminal":
+            front = partial(stalled, engine, terminal)
+            return await in_turns(engine, sizes, front, settle_s=STALLED_S)
+        return await in_turns(engine, sizes, partial(dashboard, engine, terminal))
 
 
 def failed(found: dict[str, Any]) -> list[str]:
@@ -226,23 +241,6 @@ def print_compared(title: str, cells: list[dict[str, Any]]) -> None:
         print(f"  {c['batch']:5d}: {line}")
 
 
-def print_front(part: str, cells: list[dict[str, Any]]) -> None:
-    def median(name: str, *, is_on: bool) -> float:
-        return statistics.median(c[name] for c in cells if c["on"] == is_on)
-
-    print(f"{part}: medians without and with")
-    for name, form in (("tokens_per_s", ",.0f"), ("idle_share", ".2%"), ("host_us", ".0f")):
-        off, on = median(name, is_on=False), median(name, is_on=True)
-        ratio = f" ({on / off:.1%}, bound: 99%)" if name == "tokens_per_s" else ""
-        print(f"  {name:14s} {off:{form}} {on:{form}}{ratio}")
-    if part == "terminal":
-        stood = sum(c["loop_stood_still"] for c in cells)
-        print(f"  the loop stood still in {stood} of {len(cells) // 2} cells")
-    if any("frames_per_s" in c for c in cells):
-        frames = statistics.median(c["frames_per_s"] for c in cells if c["on"])
-        print(f"  frames drawn per second: {frames:.1f}")
-
-
 def print_found(found: dict[str, Any]) -> None:
     for part in failed(found):
         print(f"{part}: failed: {found[part]['failed']}")
@@ -257,7 +255,9 @@ def print_found(found: dict[str, Any]) -> None:
         print_compared("quiet, and with the GIL held for 20 ms of every 100", found["hold"])
     for part in SCREEN_PARTS:
         if part in found:
-            print_front(part, found[part])
+            from front_ends import print_turns
+
+            print_turns(part, found[part])
     sys.stdout.flush()
 
 
@@ -289,15 +289,8 @@ def main() -> None:
         print_found(found)
         is_complete = is_complete and not failed(found)
         results |= found
-    if args.output_json:
-        facts = machine_facts()
-        if args.device == "cuda":
-            import torch
-
-            facts["gpu"] = torch.cuda.get_device_name()
-        settings = {"model": args.model, "run_ahead_ms": args.run_ahead_ms}
-        report = {"machine": facts, "settings": settings, "results": results}
-        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
+    gpu = {"gpu": gpu_name()} if args.device == "cuda" else {}
+    write_report(args, results, {**machine_facts(), **gpu})
     if not is_complete:
         raise SystemExit(1)
 

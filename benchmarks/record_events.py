@@ -6,38 +6,27 @@
 Random weights and no tokenizer. The load keeps a changing number of requests open: few at first,
 then enough to fill the batch, then more than the KV cache holds, so that requests wait and are
 preempted. Prompts are short, share a prefix, or are longer than a step's token budget; sampling is
-greedy or one of several kinds. The file holds the frames that `GET /v1/events` would have sent.
+greedy or one of several kinds. The file holds the frames that `GET /v1/events` sends.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from gpu_shapes import write_config
-from made_up_model import TINY
+from made_up_models import write_config
+from servers import serving
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
-from termgen.serving.event_hub import EventHub, Listener
+from termgen.tui.feeds.attach import RemoteFeed
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.telemetry import (
-    TOPICS,
-    Opening,
-    encode,
-    encode_cache,
-    encode_events,
-    encode_snapshot,
-    frame_id,
-)
 
 HZ = 4.0
 CAPTURE_S = 120.0
@@ -128,80 +117,29 @@ def _level(at: float) -> float:
     return TURNS[-1][1]
 
 
-class Recorder:
-    """Writes what the engine publishes to a file, as the server's event stream would send it."""
-
-    def __init__(self, engine: AsyncEngine, name: str, file: BinaryIO) -> None:
-        self._engine = engine
-        self._name = name
-        self._file = file
-        self._hub = EventHub(engine)
-        self.num_dropped = 0
-
-    async def run(self, until: asyncio.Event) -> None:
-        listener, _ = self._hub.join(None)
-        self._file.write(await self._opening(listener))
-        while not until.is_set():
-            await asyncio.sleep(1 / HZ)
-            for frame in self._news(listener):
-                self._file.write(frame)
-            snapshot = await self._engine.snapshot()
-            frame = encode_cache(
-                encode_snapshot(snapshot),
-                dropped=listener.dropped,
-                frame_id=frame_id(self._hub.stream, listener.cursor),
-            )
-            self._file.write(bytes(frame))
-        self.num_dropped = listener.dropped
-        self._hub.leave(listener)
-        self._hub.close()
-
-    async def _opening(self, listener: Listener) -> bytes:
-        opening = Opening(
-            stream=self._hub.stream,
-            resumed=False,
-            clock_ns=time.perf_counter_ns(),
-            unix_ns=time.time_ns(),
-            dropped=0,
-            status="ok",
-            model=replace(self._engine.model, root=self._name),
-            snapshot=await self._engine.snapshot(),
-        )
-        return bytes(encode(opening, frame_id(self._hub.stream, listener.cursor)))
-
-    def _news(self, listener: Listener) -> Iterator[bytes]:
-        first, events = self._hub.read(listener)
-        for frame in encode_events(
-            events,
-            stream=self._hub.stream,
-            first=first,
-            dropped=listener.dropped,
-            topics=frozenset(TOPICS),
-        ):
-            yield bytes(frame)
-
-
 async def record(target: Path, *, tiny: bool, seconds: float, seed: int) -> str:
     """Record to `target`. Returns a one-line summary."""
+    name = "tiny" if tiny else "qwen3-0.6b"
     with tempfile.TemporaryDirectory() as folder:
-        model = _tiny(Path(folder)) if tiny else write_config(Path(folder), "qwen3-0.6b")
         config = EngineConfig(
-            model=str(model),
+            model=str(write_config(Path(folder), name)),
             load_format="dummy",
             skip_tokenizer_init=True,
             **(CPU if tiny else GPU),
         )
         engine = await AsyncEngine.start(config)
+        # The recording names no folder of this machine.
+        engine._parts = replace(engine.parts, model=replace(engine.model, root=name))
         try:
             await _warm_up(engine)
             with target.open("xb") as file:
-                recorder, over = Recorder(engine, model.name, file), asyncio.Event()
-                recording = asyncio.create_task(recorder.run(over))
-                load = Load(engine, seconds, seed)
-                await load.run()
-                over.set()
-                await recording
-                await load.stop()
+                async with serving(engine) as server:
+                    feed = await RemoteFeed.connect(server.url, hz=HZ, record=file)
+                    load = Load(engine, seconds, seed)
+                    await load.run()
+                    await asyncio.sleep(1 / HZ)
+                    await feed.close()
+                    await load.stop()
             after = await engine.snapshot()
         finally:
             await engine.shutdown()
@@ -209,15 +147,8 @@ async def record(target: Path, *, tiny: bool, seconds: float, seed: int) -> str:
     return (
         f"{target}: {target.stat().st_size / 1e6:.2f} MB, {step.step_id if step else 0} steps, "
         f"{load.num_sent} requests, {after.num_preemptions} preemptions, "
-        f"{after.prefix_hit_tokens} prefix tokens found, {recorder.num_dropped} events lost"
+        f"{after.prefix_hit_tokens} prefix tokens found, {feed.num_dropped} events lost"
     )
-
-
-def _tiny(folder: Path) -> Path:
-    target = folder / "tiny"
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(TINY))
-    return target
 
 
 async def _warm_up(engine: AsyncEngine) -> None:

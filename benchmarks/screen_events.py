@@ -1,68 +1,66 @@
 """Events of an engine that does not compute, fed to the dashboard as fast as it takes them.
 
-Used by `screen_cost.py`. `memory`: does memory grow over an hour? The app runs without a terminal;
-every second is drawn once, on each page in turn. `pages`: the cost of a frame of each page, on a
-terminal, with no engine in the process.
+Used by the parts `memory` and `pages` of `screen_cost.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from async_screen_parts import Terminal
 from frame_cost import FrameCosts, figures
-from scripted_engine import ScriptedEngine
+from front_ends import Terminal, dashboard, dashboard_app
+from process_memory import resident_kib
 
-from termgen.config import UIConfig
-from termgen.tui.app import TermgenApp
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.dashboard_keys import PAGES
 from termgen.vocabulary.events import (
     BlockState,
     EngineSnapshot,
-    EventBus,
-    EventRing,
     RequestEvent,
     RequestEventKind,
     RequestView,
-    StepRecord,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))
+
+from fake_engine import FakeEngine, make_model_info, make_snapshot, make_step_record
+
+SECOND_NS = 1_000_000_000
 STEP_NS = 5_000_000
-STEPS_PER_FRAME = 200
+HOUR_S = 3600
 LIFE_STEPS = 500
 SETTLE_S = 0.5
+PAGE_FRAMES = 60
 FRAME_S = 0.06
 """Time enough to draw a frame."""
+ROWS = 64
 NUM_BLOCKS = 100_000
+STEP = make_step_record(
+    graph_mode="FULL", num_cached_blocks=NUM_BLOCKS // 4, num_free_blocks=0, queue_depth=1
+)
 
 
-class EventfulEngine(ScriptedEngine):
+class EventfulEngine(FakeEngine):
     """Publishes steps that are never computed."""
 
     def __init__(self, rows: int, step_ns: int, life_steps: int) -> None:
         """Each row's request is replaced every `life_steps` steps, not all at once."""
-        super().__init__(0.2)
+        super().__init__(model=make_model_info(max_num_seqs=rows))
         self._rows_running = rows
         self._life_steps = life_steps
         self._step_ns = step_ns
         self._rng = random.Random(7)
-        self.bus = EventBus()
         self.time_ns = time.perf_counter_ns()
         self.num_steps = 0
         self._snapshot = self._state()
-
-    def events(self, capacity: int = 4096) -> EventRing:
-        return self.bus.subscribe(capacity)
-
-    def close_events(self, ring: EventRing) -> None:
-        self.bus.unsubscribe(ring)
 
     def request_ids(self) -> list[str]:
         rows, step, life = self._rows_running, self.num_steps, self._life_steps
@@ -84,7 +82,7 @@ class EventfulEngine(ScriptedEngine):
         self.time_ns = end = now + round(self._step_ns * self._rng.uniform(0.9, 1.1))
         host_us = self._rng.uniform(100.0, 200.0)
         self.bus.publish(
-            StepRecord(
+            STEP._replace(
                 step_id=self.num_steps,
                 planned_ns=now,
                 submitted_ns=now + round(200 * host_us),
@@ -94,22 +92,12 @@ class EventfulEngine(ScriptedEngine):
                 schedule_us=0.2 * host_us,
                 apply_us=0.3 * host_us,
                 num_decode_rows=rows,
-                num_prefill_rows=0,
-                num_prefill_tokens=0,
                 num_sampled_tokens=rows,
-                num_padded_tokens=0,
-                graph_mode="FULL",
                 num_running=rows,
-                num_waiting=0,
                 num_used_blocks=self._num_used_blocks(),
-                num_cached_blocks=NUM_BLOCKS // 4,
                 num_free_blocks=NUM_BLOCKS * 3 // 4 - self._num_used_blocks(),
-                prefix_query_tokens=0,
-                prefix_hit_tokens=0,
-                num_preemptions=0,
                 landed_ns=end,
                 launch_us=0.2 * host_us,
-                queue_depth=1,
                 host_us=host_us,
                 wait_us=(end - now) / 1e3 - host_us,
                 publish_us=0.01 * host_us,
@@ -138,25 +126,19 @@ class EventfulEngine(ScriptedEngine):
         states = np.full(NUM_BLOCKS, BlockState.FREE, np.uint8)
         states[:used] = BlockState.ACTIVE
         states[used : used + NUM_BLOCKS // 4] = BlockState.CACHED
-        counts: dict[str, Any] = {
-            **{"num_waiting": 0, "num_used_blocks": used, "num_preemptions": 0},
-            "num_cached_blocks": NUM_BLOCKS // 4,
-            "num_free_blocks": NUM_BLOCKS * 3 // 4 - used,
-            **{"prefix_query_tokens": 0, "prefix_hit_tokens": 0, "num_finished": 0},
-            **{"prompt_tokens": 0, "generation_tokens": 0, "max_num_batched_tokens": 2048},
-        }
-        return EngineSnapshot(
+        owners = np.where(states == BlockState.ACTIVE, np.arange(NUM_BLOCKS) % rows, -1)
+        return make_snapshot(
             time_ns=self.time_ns,
-            step=None,
             requests=tuple(self._view(row, name) for row, name in enumerate(self.request_ids())),
             num_running=rows,
+            num_used_blocks=used,
+            num_cached_blocks=NUM_BLOCKS // 4,
+            num_free_blocks=NUM_BLOCKS * 3 // 4 - used,
             block_states=states,
-            block_owners=np.where(
-                states == BlockState.ACTIVE, np.arange(NUM_BLOCKS) % rows, -1
-            ).astype(np.int32),
+            block_owners=owners.astype(np.int32),
             max_num_seqs=rows,
+            max_num_batched_tokens=2048,
             last_progress_ns=self.time_ns,
-            **counts,
         )
 
     def _view(self, row: int, request_id: str) -> RequestView:
@@ -170,87 +152,50 @@ class EventfulEngine(ScriptedEngine):
 
 
 def resident_mib() -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError("/proc/self/status does not tell the resident memory")
+    return resident_kib(os.getpid())["rss"] / 1024
 
 
-class QuietApp(TermgenApp):
-    """Draws the dashboard on request, by the clock of the events."""
-
-    def make_dashboard(self, client: Any) -> DashboardScreen:
-        return DashboardScreen(client, hz=0.001, now_ns=lambda: client.time_ns)
-
-
-async def _hour(num_steps: int, rows: int) -> dict[str, Any]:
-    engine = EventfulEngine(rows, STEP_NS, LIFE_STEPS)
-
-    async def start(progress: object) -> Any:
-        return engine
-
-    async def stop() -> None:
-        engine.close()
-
-    app = QuietApp(start, stop_engine=stop, ui=UIConfig(), start_screen="dashboard")
-    frames = num_steps // STEPS_PER_FRAME
+async def hour_of_events() -> dict[str, Any]:
+    """Resident memory while an hour goes through the store, as fast as it takes it. The app runs
+    without a terminal; every second is drawn once, on each page in turn."""
+    engine = EventfulEngine(ROWS, STEP_NS, LIFE_STEPS)
+    app = dashboard_app(engine, 0.001, now_ns=lambda: engine.time_ns)
     marks: list[tuple[int, float]] = []
     async with app.run_test(size=(120, 40)) as pilot:
         while not isinstance(app.screen, DashboardScreen):
             await pilot.pause(0.05)
         screen = app.screen
         began = time.perf_counter()
-        for frame in range(frames):
-            engine.run(STEPS_PER_FRAME)
-            screen.action_page(PAGES[frame % len(PAGES)].name)
+        for second in range(HOUR_S + 1):
+            if second % (HOUR_S // 12) == 0:
+                gc.collect()
+                marks.append((second, resident_mib()))
+                print(f"second {second}: {resident_mib():.1f} MiB", flush=True)
+            engine.run(SECOND_NS // STEP_NS)
+            screen.action_page(PAGES[second % len(PAGES)].name)
             await screen.refresh_view()
             await pilot.pause()
-            if frame % max(1, frames // 12) == 0:
-                gc.collect()
-                marks.append((frame, resident_mib()))
-        gc.collect()
-        marks.append((frames, resident_mib()))
         took_s = time.perf_counter() - began
-    return {"steps": num_steps, "seconds": took_s, "resident_mib_by_second": marks}
+    print(f"{took_s:.0f} s for an hour of events")
+    return {"seconds": took_s, "resident_mib_by_second": marks}
 
 
-def hour_of_events(num_steps: int, *, rows: int) -> dict[str, Any]:
-    return asyncio.run(_hour(num_steps, rows))
-
-
-async def _pages(hz: float, num_frames: int, rows: int) -> dict[str, Any]:
-    """Steps of 1 ms by a clock that no other program slows down, and `hz` frames a second."""
-    engine, terminal = EventfulEngine(rows, 1_000_000, 24_000), Terminal(40, 120)
-
-    async def start(progress: object) -> Any:
-        return engine
-
-    async def stop() -> None:
-        engine.close()
-
-    found: dict[str, Any] = {}
-    steps_per_frame = round(1000 / hz)
-    with terminal.installed():
-        app = QuietApp(start, stop_engine=stop, ui=UIConfig(), start_screen="dashboard")
-        running = asyncio.create_task(app.run_async())
-        while not (app.screen_stack and isinstance(app.screen, DashboardScreen)):
-            await asyncio.sleep(0.05)
-        screen = app.screen
-        engine.run(20_000)
-        for page in PAGES:
-            screen.call_later(screen.action_page, page.name)
-            await asyncio.sleep(SETTLE_S)
-            with FrameCosts() as costs:
-                for _ in range(num_frames + 1):
-                    engine.run(steps_per_frame)
-                    screen.call_later(screen.refresh_view)
-                    await asyncio.sleep(FRAME_S)
-            found[page.name] = figures(costs.frames[2:])
-        app.exit()
-        await running
-    terminal.close()
+async def pages_cost(hz: float) -> dict[str, dict[str, float]]:
+    """A frame of each page, for steps of 1 ms by a clock that no other program slows down, and `hz`
+    frames a second."""
+    engine = EventfulEngine(ROWS, SECOND_NS // 1000, 24_000)
+    found: dict[str, dict[str, float]] = {}
+    with Terminal() as terminal:
+        clock = {"now_ns": lambda: engine.time_ns}
+        async with dashboard(engine, terminal, 0.001, **clock) as screen:
+            engine.run(20_000)
+            for page in PAGES:
+                screen.call_later(screen.action_page, page.name)
+                await asyncio.sleep(SETTLE_S)
+                with FrameCosts().counting() as costs:
+                    for _ in range(PAGE_FRAMES + 1):
+                        engine.run(round(1000 / hz))
+                        screen.call_later(screen.refresh_view)
+                        await asyncio.sleep(FRAME_S)
+                found[page.name] = figures(costs.frames[2:])
     return found
-
-
-def pages_cost(hz: float, num_frames: int, *, rows: int) -> dict[str, Any]:
-    return asyncio.run(_pages(hz, num_frames, rows))

@@ -19,14 +19,14 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[tuple[ModuleType, ModuleType, ModuleType]]:
-    """gpu_async, async_engine_parts, async_screen_parts."""
+    """gpu_async, async_engine_parts, front_ends."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         import async_engine_parts
-        import async_screen_parts
+        import front_ends
         import gpu_async
 
-        yield gpu_async, async_engine_parts, async_screen_parts
+        yield gpu_async, async_engine_parts, front_ends
     finally:
         sys.path.remove(str(BENCHMARKS))
 
@@ -101,9 +101,8 @@ async def test_the_screens_parts_run_and_are_printed(
     try:
         async with asyncio.timeout(240):
             found = {
-                "dashboard": await parts.screen_part(engine, sizes, stalls=False),
-                "terminal": await parts.screen_part(engine, sizes, stalls=True),
-                "sse": await parts.sse_part(engine, sizes),
+                part: await gpu_async.screen_part(part, engine, sizes)
+                for part in ("dashboard", "terminal", "sse")
             }
         assert (await engine.snapshot()).num_used_blocks == 0
     finally:
@@ -117,9 +116,11 @@ async def test_the_screens_parts_run_and_are_printed(
 
 
 def test_made_up_tokens_have_a_text_for_every_id(modules: Modules, tmp_path: Path) -> None:
+    from made_up_models import write_tokenizer
+
     from termgen.engine.text.tokenizer import load_tokenizer
 
-    modules[0].write_tokenizer(tmp_path, 1000)
+    write_tokenizer(tmp_path, 1000)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.vocab_size == 1000
     assert tokenizer.decode([256, 300, 998], skip_special_tokens=True) == " w0 w44 w742"

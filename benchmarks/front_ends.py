@@ -1,0 +1,308 @@
+"""Front ends beside an engine, switched on and off in turns. Used by `screen_cost.py` and
+`gpu_async.py`.
+
+The whole program runs: the engine's thread, and one asyncio loop that turns tokens into text.
+Without a front end a task per request reads them. Only the engine's steps are timed: a step is the
+time between two landings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import pty
+import random
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from async_engine_parts import idle_share, steps_per_s
+from frame_cost import FrameCosts, figures, print_frames
+from load_client import Clients
+from servers import port_of
+
+from termgen.config import UIConfig
+from termgen.engine.loop.engine import AsyncEngine
+from termgen.server import Server
+from termgen.tui.app import TermgenApp
+from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.sampling_params import SamplingParams
+
+SETTLE_S = 1.0
+STALLED_S = 5.0
+"""After this time a terminal that is not read blocks the thread that writes to it."""
+BEGIN_TIMEOUT_S = 60.0
+LEAST_STEPS = 8
+FIGURES = {
+    "tokens_per_s": ",.0f",
+    "mean_ms": ".2f",
+    "p99_ms": ".2f",
+    "max_ms": ".1f",
+    "idle_share": ".2%",
+    "host_us": ".0f",
+}
+"""Figures of a cell, and how they are printed."""
+
+
+class CountedDashboard(DashboardScreen):
+    """Counts the frames that it draws."""
+
+    num_frames = 0
+
+    async def refresh_view(self) -> None:
+        self.num_frames += 1
+        await super().refresh_view()
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSizes:
+    streams: int
+    prompt: int
+    seconds: float
+    rounds: int
+    max_tokens: int
+    vocab: int
+    read_every_s: float = 0.0
+    """Interval at which the tasks read that stand in for a front end; 0: each token as it comes."""
+
+    def prompt_of(self, index: int) -> list[int]:
+        rng = random.Random(f"{index} {self.prompt}")
+        return [rng.randrange(10, self.vocab) for _ in range(self.prompt)]
+
+
+class Watch:
+    """Times the steps in which every stream decodes."""
+
+    def __init__(self, engine: AsyncEngine, sizes: FrontSizes) -> None:
+        self._ring = engine.events(200_000)
+        self._engine, self._sizes = engine, sizes
+
+    async def begun(self, settle_s: float) -> None:
+        """Wait until all streams have begun to decode, and `settle_s` longer: steps take longer
+        with every token, so cells that are compared wait equally long."""
+        await self._collect(least=1)
+        await asyncio.sleep(settle_s)
+        self._full()
+
+    async def cell(
+        self,
+        settle_s: float,
+        screen: CountedDashboard | None = None,
+        costs: FrameCosts | None = None,
+    ) -> dict[str, Any]:
+        await self.begun(settle_s)
+        drawn = screen.num_frames if screen else 0
+        began, first = time.monotonic(), len(costs.frames) if costs else 0
+        await asyncio.sleep(self._sizes.seconds)
+        records = await self._collect(least=LEAST_STEPS)
+        step_ms = np.diff([r.landed_ns for r in records]) / 1e6
+        return {
+            "tokens_per_s": self._sizes.streams * steps_per_s(records),
+            "mean_ms": float(step_ms.mean()),
+            "p99_ms": float(np.percentile(step_ms, 99)),
+            "max_ms": float(step_ms.max()),
+            "idle_share": idle_share(records),
+            "host_us": statistics.median(r.host_us for r in records),
+            "frames_per_s": (screen.num_frames - drawn) / (time.monotonic() - began)
+            if screen
+            else 0.0,
+            "frame": figures(costs.frames[first:-1]) if costs else {},
+        }
+
+    async def _collect(self, *, least: int) -> list[StepRecord]:
+        """Steps since the last call, after waiting for at least `least`."""
+        records = self._full()
+        async with asyncio.timeout(BEGIN_TIMEOUT_S):  # else the requests never ran together
+            while len(records) < least:
+                await asyncio.sleep(0.02)
+                records += self._full()
+        return records
+
+    def _full(self) -> list[StepRecord]:
+        records = [e for e in self._ring.drain() if isinstance(e, StepRecord)]
+        return [r for r in records if r.num_decode_rows == self._sizes.streams]
+
+    async def at_rest(self) -> None:
+        while (snapshot := await self._engine.snapshot()).num_running or snapshot.num_waiting:
+            await asyncio.sleep(0.02)
+        self._ring.drain()
+
+    def close(self) -> None:
+        self._engine.close_events(self._ring)
+
+
+async def in_turns(
+    engine: AsyncEngine,
+    sizes: FrontSizes,
+    front: Callable[[], AbstractAsyncContextManager[CountedDashboard | None]],
+    *,
+    settle_s: float | None = None,
+    sends: bool = False,
+    costs: FrameCosts | None = None,
+) -> list[dict[str, Any]]:
+    """Cells without and with a front end. sends: it has requests of its own, and reads them."""
+    watch, cells = Watch(engine, sizes), []
+    settle_s = SETTLE_S if settle_s is None else settle_s
+    try:
+        for _ in range(sizes.rounds):
+            async with reading(engine, sizes):
+                cells.append({"on": False, **await watch.cell(settle_s)})
+            await watch.at_rest()
+            async with front() as screen, reading(engine, sizes, count=0 if sends else None):
+                cells.append({"on": True, **await watch.cell(settle_s, screen, costs)})
+            await watch.at_rest()
+    finally:
+        watch.close()
+    return cells
+
+
+def print_turns(name: str, cells: list[dict[str, Any]]) -> None:
+    pairs = list(zip(cells[::2], cells[1::2], strict=True))
+    kept = statistics.median(on["tokens_per_s"] / off["tokens_per_s"] for off, on in pairs)
+    print(f"{name}: medians without and with; speed kept: {kept:.1%}")
+    for figure, form in FIGURES.items():
+        off, on = (statistics.median(pair[i][figure] for pair in pairs) for i in (0, 1))
+        print(f"  {figure:14}{off:12{form}}{on:12{form}}")
+    if frames := statistics.median(on["frames_per_s"] for _, on in pairs):
+        print(f"  frames drawn per second: {frames:.1f}", flush=True)
+    if drawn := [on["frame"] for _, on in pairs if on["frame"]]:
+        print_frames({name: {k: statistics.median(f[k] for f in drawn) for k in drawn[0]}})
+
+
+@asynccontextmanager
+async def reading(
+    engine: AsyncEngine, sizes: FrontSizes, *, count: int | None = None
+) -> AsyncIterator[None]:
+    """One task per request that reads its tokens and drops them."""
+
+    async def read(index: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=sizes.max_tokens, ignore_eos=True)
+        async for _ in engine.generate(tuple(sizes.prompt_of(index)), params):
+            await asyncio.sleep(sizes.read_every_s)
+
+    count = sizes.streams if count is None else count
+    tasks = [asyncio.create_task(read(index)) for index in range(count)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for ending in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ending, Exception):
+                raise ending
+
+
+@asynccontextmanager
+async def clients(server: Server, sizes: FrontSizes) -> AsyncIterator[None]:
+    """Streams that another process reads."""
+    fixed = {"max_tokens": sizes.max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    bodies = [{"prompt": sizes.prompt_of(index), **fixed} for index in range(sizes.streams)]
+    process = await Clients.start(port_of(server), bodies, "/v1/completions")
+    yield
+    if errors := [answer.error for answer in await process.stop() if answer.error]:
+        raise RuntimeError(f"a stream failed: {errors[0]}")
+
+
+class Terminal:
+    """A terminal that replaces this process's own, and a program that reads what is drawn on it."""
+
+    def __init__(self, rows: int = 40, columns: int = 120) -> None:
+        self._sizes = {"COLUMNS": str(columns), "LINES": str(rows)}
+        self._master, self._slave = pty.openpty()
+        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self._reader = subprocess.Popen(["cat"], stdin=self._master, stdout=subprocess.DEVNULL)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Textual reads descriptor 0 and writes to descriptor 2. It takes the size from descriptor
+        1, which is another terminal or none, unless the environment gives it."""
+        saved = os.dup(0), os.dup(2)
+        before = {name: os.environ.get(name) for name in self._sizes}
+        os.environ |= self._sizes
+        sys.stderr.flush()
+        os.dup2(self._slave, 0)
+        os.dup2(self._slave, 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved[0], 0)
+            os.dup2(saved[1], 2)
+            for descriptor in saved:
+                os.close(descriptor)
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        self._reader.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._reader.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._reader.kill()
+        self._reader.wait()
+        os.close(self._slave)
+        os.close(self._master)
+
+
+def app_of(engine: Any, **options: Any) -> TermgenApp:
+    """The app on an engine that is there already, and stays."""
+
+    async def start(progress: object) -> Any:
+        return engine
+
+    async def stop() -> None:
+        return None
+
+    return TermgenApp(start, stop_engine=stop, **options)
+
+
+def dashboard_app(engine: Any, hz: float, **options: Any) -> TermgenApp:
+    """options: of the screen."""
+    app = app_of(engine, ui=UIConfig(), start_screen="dashboard")
+    app.make_dashboard = lambda client: CountedDashboard(client, hz=hz, **options)  # type: ignore[method-assign]
+    return app
+
+
+@asynccontextmanager
+async def dashboard(
+    engine: Any, terminal: Terminal, hz: float = 10.0, *, page: str = "overview", **options: Any
+) -> AsyncIterator[CountedDashboard]:
+    """The app with a page of its dashboard, on the engine's loop."""
+    with terminal.installed():
+        app = dashboard_app(engine, hz, **options)
+        running = asyncio.create_task(app.run_async())
+        try:
+            async with asyncio.timeout(BEGIN_TIMEOUT_S):
+                while not (app.screen_stack and isinstance(app.screen, CountedDashboard)):
+                    assert not running.done(), "the app ended before it drew"
+                    await asyncio.sleep(0.02)
+            app.screen.call_later(app.screen.action_page, page)
+            yield app.screen
+        finally:
+            app.exit()
+            await running
+
+
+@asynccontextmanager
+async def stalled(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[CountedDashboard]:
+    """The dashboard at 10 Hz on a terminal that is not read."""
+    async with dashboard(engine, terminal) as screen:
+        with terminal.unread():
+            yield screen
