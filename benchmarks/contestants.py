@@ -1,23 +1,15 @@
-"""The engines that `cpu_decode.py` compares, each in a process of its own.
+"""The engines that `cpu_decode.py` compares.
 
-    python benchmarks/contestants.py NAME MODEL_PATH THREADS
-
-One JSON object a line: on standard input `{"prompts": [[ids]], "num_tokens": n}`, on standard
-output `{"ready": facts}` after loading, then `{"seconds": s, "token_ids": [[ids]]}` for every
-command, or `{"missing": why}` at once. All generate exactly `num_tokens` greedy tokens for every
-prompt, never stopping, never reusing an earlier prompt.
+Each is made from a GGUF file and a number of threads, in a process of its own. It generates exactly
+as many greedy tokens for every prompt as it is asked for, and never reuses an earlier prompt.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +89,8 @@ def llama_cpp(model: Path, threads: int) -> Generate:
         params.cpuparams_batch.n_threads = threads
         server = xllamacpp.Server(params)  # the file has been read when this returns
 
-    def complete(prompt: list[int], num_tokens: int, results: dict[int, Any], index: int) -> None:
-        results[index] = server.handle_completions(
+    def complete(prompt: list[int], num_tokens: int) -> int:
+        answer = server.handle_completions(
             {
                 "prompt": prompt,
                 "n_predict": num_tokens,
@@ -109,19 +101,12 @@ def llama_cpp(model: Path, threads: int) -> Generate:
                 "stream": False,
             }
         )
+        return int(answer["usage"]["completion_tokens"])
 
     def generate(prompts: Prompts, num_tokens: int) -> Prompts:
-        results: dict[int, Any] = {}
-        workers = [
-            threading.Thread(target=complete, args=(prompt, num_tokens, results, i))
-            for i, prompt in enumerate(prompts)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        counts = [results[i]["usage"]["completion_tokens"] for i in range(len(prompts))]
-        assert counts == [num_tokens] * len(prompts), results
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            counts = list(pool.map(complete, prompts, [num_tokens] * len(prompts)))
+        assert counts == [num_tokens] * len(prompts), counts
         return []  # its weights differ, so its tokens are not comparable
 
     return generate
@@ -169,30 +154,3 @@ CONTESTANTS: dict[str, Callable[[Path, int], Generate]] = {
     "transformers float32": transformers_model,
     "llama.cpp Q8_0": llama_cpp,
 }
-
-
-def main() -> None:
-    name, model, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    # Libraries print to standard output; only replies may go to the pipe.
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def reply(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message) + "\n")
-
-    start = time.perf_counter()
-    try:
-        generate = CONTESTANTS[name](model, threads)
-    except Missing as error:
-        reply({"missing": str(error)})
-        return
-    reply({"ready": {"load_seconds": time.perf_counter() - start}})
-    for line in sys.stdin:
-        command = json.loads(line)
-        start = time.perf_counter()
-        token_ids = generate(command["prompts"], command["num_tokens"])
-        reply({"seconds": time.perf_counter() - start, "token_ids": token_ids})
-
-
-if __name__ == "__main__":
-    main()

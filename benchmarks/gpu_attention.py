@@ -1,17 +1,16 @@
 """Bandwidth of decode attention and rate of prefill attention, by kernel configuration.
 
-    python benchmarks/gpu_attention.py [--part decode|prefill] [--kv-cache-dtype fp8] [--all]
+    python benchmarks/gpu_attention.py [--part decode|prefill] [--kv-cache-dtype fp8]
 
 Each call of a timed chain reads a cache of its own, more than the L2 holds in all, inside one CUDA
-graph. Without --all only the engine's own configuration is timed. Wrong results are reported
-instead of times.
+graph, with the engine's own configuration. Wrong results are reported instead of times.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -30,7 +29,6 @@ HEADS = {
     "qwen3-0.6b": (16, 8, 128),
     "llama-3.2-1b": (32, 8, 64),
     "llama-3.1-8b": (32, 8, 128),
-    "gemma-3-1b": (4, 1, 256),
 }
 DECODE = [[600], [600] * 8, [600] * 32, [850] * 128, [600] * 256, [8192] * 8, [32768] + [512] * 31]
 PREFILL = [
@@ -45,28 +43,14 @@ DTYPE = torch.bfloat16
 CHAIN_BYTES = 200 * 2**20
 
 
-def decode_configs(head_dim: int, kv_dtype: torch.dtype, every: bool) -> Iterator[DecodeConfig]:
-    own = decode_plan.default_config(head_dim, DTYPE, kv_dtype)
-    yield own
-    if not every:
-        return
-    for tile, warps, stages, programs in itertools.product(
-        (32, 64, 128), (4, 8), (3, 4, 5), (1, 2, 3, 4)
-    ):
-        config = DecodeConfig(tile, warps, stages, programs)
-        shared = tile * head_dim * 2 * kv_dtype.itemsize * (stages - 1) * programs
-        if (
-            config != own
-            and 24_000 * kv_dtype.itemsize <= shared <= 200_000
-            and not (tile == 32 and warps == 8)
-        ):
-            yield config
+def decode_config(head_dim: int, kv_dtype: torch.dtype) -> DecodeConfig:
+    return decode_plan.default_config(head_dim, DTYPE, kv_dtype)
 
 
-def prefill_configs(
-    head_dim: int, group: int, kv_dtype: torch.dtype, block_size: int, every: bool
-) -> Iterator[PrefillConfig]:
-    own = prefill_plan.default_config(
+def prefill_config(
+    head_dim: int, group: int, kv_dtype: torch.dtype, block_size: int
+) -> PrefillConfig:
+    return prefill_plan.default_config(
         head_dim,
         DTYPE,
         group=group,
@@ -80,19 +64,6 @@ def prefill_configs(
             block_size=block_size,
         ),
     )
-    yield own
-    if not every:
-        return
-    for rows, tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
-        shared = (2 * rows + 4 * tile * stages) * head_dim
-        if 40_000 <= shared <= 230_000:
-            yield PrefillConfig(rows, tile, warps, stages)
-    if own.specialised:
-        for rows, tile, stages in itertools.product((128, 192), (64, 128), (2, 3, 4)):
-            config = PrefillConfig(rows, tile, 4, stages, specialised=True)
-            shared = (2 * rows + 4 * tile * stages) * head_dim + 2 * rows * head_dim
-            if config != own and shared <= 230_000 and rows * tile * head_dim < 192 * 128 * 128:
-                yield config
 
 
 class Batch:
@@ -232,7 +203,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--block-size", type=int, default=64, help="tokens of a KV block")
-    parser.add_argument("--all", action="store_true", help="every configuration")
     args = parser.parse_args()
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, DTYPE)
     torch.manual_seed(0)
@@ -240,25 +210,16 @@ def main() -> None:
         heads = HEADS[model]
         for lengths in DECODE if args.part != "prefill" else []:
             batch = Batch(lengths, [1] * len(lengths), heads, kv_dtype, args.block_size)
-            results = []
-            for config in decode_configs(heads[2], kv_dtype, args.all):
-                us = time_decode(batch, config)
-                results.append((us if us is not None else -1.0, str(config), config, us))
-            for _, _, config, us in [results[0], *sorted(results[1:])[:5]]:
-                report(shape_name(model, lengths), config, us, batch.kv_bytes / 1e6, "TB/s")
+            us = time_decode(batch, config := decode_config(heads[2], kv_dtype))
+            report(shape_name(model, lengths), config, us, batch.kv_bytes / 1e6, "TB/s")
             del batch
         for lengths, new in PREFILL if args.part != "decode" else []:
             batch = Batch(lengths, [new] * len(lengths), heads, kv_dtype, args.block_size)
             pairs = sum(new * (n - new) + new * new / 2 for n in lengths)
             flops = 4 * pairs * heads[0] * heads[2]
-            results = []
-            group = heads[0] // heads[1]
-            for pconfig in prefill_configs(heads[2], group, kv_dtype, args.block_size, args.all):
-                us = time_prefill(batch, pconfig)
-                results.append((us if us is not None else -1.0, str(pconfig), pconfig, us))
-            for _, _, pconfig, us in [results[0], *sorted(results[1:])[:5]]:
-                name = shape_name(model, lengths) + (f" last {new}" if new < lengths[0] else "")
-                report(name, pconfig, us, flops / 1e6, "TFLOP/s")
+            own = prefill_config(heads[2], heads[0] // heads[1], kv_dtype, args.block_size)
+            name = shape_name(model, lengths) + (f" last {new}" if new < lengths[0] else "")
+            report(name, own, time_prefill(batch, own), flops / 1e6, "TFLOP/s")
             del batch
 
 

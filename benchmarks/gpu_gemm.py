@@ -1,63 +1,38 @@
 """Products of a few rows on a CUDA device: cuBLAS beside every candidate of `small_gemm`.
 
-    python benchmarks/gpu_gemm.py [--models NAME ...] [--rows M ...] [--output FILE.json|FILE.py]
+    python benchmarks/gpu_gemm.py [--models NAME ...] [--rows M ...] [--output FILE.py]
 
 A time is that of one product inside a CUDA graph that holds a chain of them over different copies
 of the weight, more than the L2 cache keeps. Candidates run as a chain that overlaps (programmatic
-dependent launch); the best one is timed again without. What a candidate computes is compared with
-float32 first: a wrong one is reported, not timed. FILE.json holds all the times; FILE.py is the
-table from which the engine chooses, termgen/engine/device/kernels/gemm/small_gemm_table.py.
+dependent launch). What a candidate computes is compared with float32 first: a wrong one is
+reported, not timed. FILE.py is the table from which the engine chooses,
+termgen/engine/device/kernels/gemm/small_gemm_table.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from gemm_candidates import candidates
-from machine import machine_facts
 from triton.runtime.errors import TritonError
 
 from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace, small_gemm
 from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 
-SHAPES = {  # [N, K] of each weight
-    "qwen3-0.6b": {
-        "qkv": (4096, 1024),
-        "o": (1024, 2048),
-        "gate_up": (6144, 1024),
-        "down": (1024, 3072),
-        "head": (151936, 1024),
-    },
-    "llama-3.2-1b": {
-        "qkv": (3072, 2048),
-        "o": (2048, 2048),
-        "gate_up": (16384, 2048),
-        "down": (2048, 8192),
-        "head": (128256, 2048),
-    },
-    "llama-3.1-8b": {
-        "qkv": (6144, 4096),
-        "o": (4096, 4096),
-        "gate_up": (28672, 4096),
-        "down": (4096, 14336),
-        "head": (128256, 4096),
-    },
-    "qwen3-30b-a3b": {
-        "qkv": (5120, 2048),
-        "o": (2048, 4096),
-        "router": (128, 2048),
-        "head": (151936, 2048),
-    },
+NAMES = ("qkv", "o", "gate_up", "down", "head")
+SHAPES = {  # (N, K) of each weight
+    "qwen3-0.6b": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)),
+    "llama-3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),
+    "llama-3.1-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
 }
 ROTATED_BYTES = 120 << 20
 CHAIN = 24
@@ -66,8 +41,6 @@ MAX_ERROR = 1e-2
 TIE = 1.02  # cuBLAS stays unless a candidate beats it by this much
 COMPILE_THREADS = 16
 DEVICE = torch.device("cuda")
-Product = Callable[[torch.Tensor], object]
-Item = TypeVar("Item")
 
 
 @dataclass
@@ -81,8 +54,6 @@ class Cell:
     k: int
     cublas_us: float = math.nan
     overlapped_us: dict[SmallGemmConfig, float] = field(default_factory=dict)
-    alone_us: float = math.nan
-    """Time of the best candidate, without overlap."""
 
     @property
     def best(self) -> SmallGemmConfig | None:
@@ -96,31 +67,16 @@ class Cell:
     def winner(self) -> SmallGemmConfig | None:
         return self.best if self.best_us * TIE < self.cublas_us else None
 
-    @property
-    def nbytes(self) -> int:
-        return 2 * (self.n * self.k + self.m * (self.n + self.k))
-
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--output", type=Path, help="where to write the results: .json or .py")
+    parser.add_argument("--output", type=Path, help="where to write the table")
     args = parser.parse_args()
-    if args.output is not None and args.output.suffix not in (".json", ".py"):
-        parser.error("--output must end in .json or .py")
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")
     return args
-
-
-def make_cells(models: Iterable[str], rows: Iterable[int]) -> list[Cell]:
-    return [
-        Cell(model, name, m, n, k)
-        for model in models
-        for name, (n, k) in SHAPES[model].items()
-        for m in rows
-    ]
 
 
 def make_workspace(configs: Iterable[SmallGemmConfig], n: int) -> SmallGemmWorkspace:
@@ -132,7 +88,7 @@ def make_workspace(configs: Iterable[SmallGemmConfig], n: int) -> SmallGemmWorks
     )
 
 
-def compile_all(work: Iterable[tuple[SmallGemmConfig, int]], *, pdl: bool) -> set[SmallGemmConfig]:
+def compile_all(work: Iterable[tuple[SmallGemmConfig, int]]) -> set[SmallGemmConfig]:
     """Compiles every (configuration, K) in threads; returns the configurations that cannot run."""
     todo = {}
     for config, k in work:
@@ -147,7 +103,7 @@ def compile_all(work: Iterable[tuple[SmallGemmConfig, int]], *, pdl: bool) -> se
         x = torch.zeros(config.block_m, k, dtype=torch.bfloat16, device=DEVICE)
         weight = torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE)
         try:
-            small_gemm(x, weight, config=config, workspace=make_workspace([config], n), pdl=pdl)
+            small_gemm(x, weight, config=config, workspace=make_workspace([config], n), pdl=True)
         except (TritonError, RuntimeError) as error:
             print(f"cannot run {describe(config)}: {error}")
             broken.add(config)
@@ -159,7 +115,9 @@ def compile_all(work: Iterable[tuple[SmallGemmConfig, int]], *, pdl: bool) -> se
 
 
 def time_chain(
-    product: Callable[[Item], object], weights: list[Item], stream: torch.cuda.Stream
+    product: Callable[[torch.Tensor], object],
+    weights: list[torch.Tensor],
+    stream: torch.cuda.Stream,
 ) -> float:
     """Seconds of one product in a recorded chain over the copies of a weight."""
     calls = max(CHAIN, len(weights))
@@ -225,29 +183,8 @@ class Shape:
                 print(f"WRONG: {cell.model} {cell.name} M={cell.m} {describe(config)}: {error:.3g}")
                 workspace.arrivals.zero_()
                 continue
-            product = self._product(x, out, config, workspace, pdl=True)
+            product = partial(small_gemm, x, config=config, workspace=workspace, out=out, pdl=True)
             cell.overlapped_us[config] = time_chain(product, self.weights, self.stream) * 1e6
-
-    def run_alone(self, cell: Cell) -> None:
-        """Time the best candidate once more, without overlap."""
-        if cell.best is None:
-            return
-        x = torch.randn(cell.m, self.k, dtype=torch.bfloat16, device=DEVICE)
-        out = torch.empty(cell.m, self.n, dtype=torch.bfloat16, device=DEVICE)
-        workspace = make_workspace([cell.best], self.n)
-        product = self._product(x, out, cell.best, workspace, pdl=False)
-        cell.alone_us = time_chain(product, self.weights, self.stream) * 1e6
-
-    @staticmethod
-    def _product(
-        x: torch.Tensor,
-        out: torch.Tensor,
-        config: SmallGemmConfig,
-        workspace: SmallGemmWorkspace,
-        *,
-        pdl: bool,
-    ) -> Product:
-        return lambda w: small_gemm(x, w, config=config, workspace=workspace, out=out, pdl=pdl)
 
 
 def describe(config: SmallGemmConfig) -> str:
@@ -258,28 +195,13 @@ def describe(config: SmallGemmConfig) -> str:
 
 
 def print_table(cells: list[Cell]) -> None:
-    print(f"{'':24}{'M':>3}{'cuBLAS':>9}{'best':>9}{'alone':>9}{'GB/s':>7}{'gain':>6}  best")
+    print(f"{'':24}{'M':>3}{'cuBLAS':>9}{'best':>9}  best")
     for cell in cells:
         best = "-" if cell.best is None else describe(cell.best)
         print(
             f"{cell.model + ' ' + cell.name:24}{cell.m:3}{cell.cublas_us:9.2f}{cell.best_us:9.2f}"
-            f"{cell.alone_us:9.2f}{cell.nbytes / cell.best_us / 1e3:7.0f}"
-            f"{cell.cublas_us / cell.best_us:6.2f}  {best}{'' if cell.winner else ' (cuBLAS)'}"
+            f"  {best}{'' if cell.winner else ' (cuBLAS)'}"
         )
-
-
-def write_json(path: Path, cells: list[Cell]) -> None:
-    rows = []
-    for cell in cells:
-        row: dict[str, object] = {
-            name: getattr(cell, name) for name in ("model", "name", "m", "n", "k")
-        }
-        row["cublas_us"], row["alone_us"] = cell.cublas_us, cell.alone_us
-        row["overlapped"] = [{**asdict(c), "us": us} for c, us in cell.overlapped_us.items()]
-        rows.append(row)
-    device = torch.cuda.get_device_name(DEVICE)
-    report = {"machine": machine_facts(), "device": device, "cells": rows}
-    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def write_table(path: Path, cells: list[Cell]) -> None:
@@ -315,34 +237,30 @@ def literal(config: SmallGemmConfig | None) -> str:
 def main() -> None:
     args = parse_args()
     started = perf_counter()
-    cells = make_cells(args.models, args.rows)
-    work = [
+    cells = [
+        Cell(model, name, m, n, k)
+        for model in args.models
+        for name, (n, k) in zip(NAMES, SHAPES[model], strict=True)
+        for m in args.rows
+    ]
+    torch.ones(1, device=DEVICE)
+    broken = compile_all(
         (config, cell.k)
         for cell in cells
         for config in candidates(cell.m, cell.n, cell.k, torch.bfloat16)
-    ]
-    torch.ones(1, device=DEVICE)
-    broken = compile_all(work, pdl=True)
-    print(f"compiled {len(set(work))} in {perf_counter() - started:.0f} s")
-    for alone in (False, True):
-        if alone:
-            compile_all([(c.best, c.k) for c in cells if c.best is not None], pdl=False)
-        for n, k in dict.fromkeys((cell.n, cell.k) for cell in cells):
-            shape = Shape(n, k)
-            for cell in cells:
-                if (cell.n, cell.k) != (n, k):
-                    continue
-                if alone:
-                    shape.run_alone(cell)
-                else:
-                    shape.run(cell, broken)
-            del shape
-            torch.cuda.empty_cache()
+    )
+    print(f"compiled in {perf_counter() - started:.0f} s")
+    for n, k in dict.fromkeys((cell.n, cell.k) for cell in cells):
+        shape = Shape(n, k)
+        for cell in cells:
+            if (cell.n, cell.k) == (n, k):
+                shape.run(cell, broken)
+        del shape
+        torch.cuda.empty_cache()
     print_table(cells)
     print(f"{perf_counter() - started:.0f} s on {torch.cuda.get_device_name(DEVICE)}")
     if args.output is not None:
-        write = write_json if args.output.suffix == ".json" else write_table
-        write(args.output, cells)
+        write_table(args.output, cells)
 
 
 if __name__ == "__main__":

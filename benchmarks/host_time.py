@@ -11,16 +11,12 @@ context length does not matter. Needs no model and no torch.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from machine import machine_facts
+from machine import parser_of, write_report
 
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
@@ -31,19 +27,6 @@ from termgen.vocabulary.step import StepPlan, StepResult
 BLOCK_SIZE = 16
 PREFILL_TOKENS = 65_536
 Times = npt.NDArray[np.float64]
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--windows", type=int, default=25, help="timed windows of 16 steps a case")
-    parser.add_argument("--rounds", type=int, default=3, help="times every case is run, in turn")
-    parser.add_argument("--output-json", type=Path, help="write settings and results here")
-    args = parser.parse_args()
-    if min(args.windows, args.rounds, *args.batch_sizes, *args.contexts) < 1:
-        parser.error("every number must be at least 1")
-    return args
 
 
 def make_scheduler(batch_size: int, context: int, steps: int) -> Scheduler:
@@ -128,66 +111,32 @@ def time_windows(batch_size: int, context: int, windows: int) -> Times:
     return windows_us[1:]
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--windows", type=int, default=25, help="timed windows of 16 steps a case")
+    parser.add_argument("--rounds", type=int, default=3, help="times every case is run, in turn")
+    args = parser.parse_args()
     cases = [(batch, context) for batch in args.batch_sizes for context in args.contexts]
     times: dict[tuple[int, int], list[Times]] = {case: [] for case in cases}
     for _ in range(args.rounds):
         for case in cases:
             times[case].append(time_windows(*case, args.windows))
     results = []
+    print("host time of a decode step, microseconds: medians, and the best window")
+    print(
+        "".join(f"{name:>9}" for name in ("batch", "context", "schedule", "apply", "step", "best"))
+    )
     for (batch, context), rounds in times.items():
         windows = np.concatenate(rounds)
         total = windows.sum(axis=1)
-        results.append(
-            {
-                "batch_size": batch,
-                "context": context,
-                "schedule_us": float(np.median(windows[:, 0])),
-                "apply_us": float(np.median(windows[:, 1])),
-                "step_us": float(np.median(total)),
-                "step_best_us": float(total.min()),
-                "step_p90_us": float(np.percentile(total, 90)),
-            }
-        )
-    return results
-
-
-def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Largest batch over smallest (worst context), longest context over shortest (worst batch)."""
-    step = {(r["batch_size"], r["context"]): r["step_us"] for r in results}
-    batches = sorted({batch for batch, _ in step})
-    contexts = sorted({context for _, context in step})
-    return {
-        f"batch {batches[-1]} / batch {batches[0]}": max(
-            step[batches[-1], c] / step[batches[0], c] for c in contexts
-        ),
-        f"context {contexts[-1]} / context {contexts[0]}": max(
-            step[b, contexts[-1]] / step[b, contexts[0]] for b in batches
-        ),
-    }
-
-
-def main() -> None:
-    args = parse_args()
-    results = measure(args)
-    compared = ratios(results)
-    print("median host time of a decode step, microseconds")
-    columns = ("batch", "context", "schedule", "apply", "step", "best", "p90")
-    print("".join(f"{name:>9}" for name in columns))
-    for r in results:
-        figures = ("schedule_us", "apply_us", "step_us", "step_best_us", "step_p90_us")
-        cells = "".join(f"{r[figure]:>9.1f}" for figure in figures)
-        print(f"{r['batch_size']:>9}{r['context']:>9}{cells}")
-    for name, ratio in compared.items():
-        print(f"{name}: {ratio:.2f}x at worst")
-    if args.output_json:
-        report = {
-            "machine": machine_facts(),
-            "settings": {"windows": args.windows, "rounds": args.rounds, "block_size": BLOCK_SIZE},
-            "results": results,
-            "ratios": compared,
-        }
-        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
+        schedule_us, apply_us = np.median(windows, axis=0).tolist()
+        found = {"schedule_us": schedule_us, "apply_us": apply_us}
+        found |= {"step_us": float(np.median(total)), "step_best_us": float(total.min())}
+        print(f"{batch:9}{context:9}" + "".join(f"{value:9.1f}" for value in found.values()))
+        results.append({"batch_size": batch, "context": context, **found})
+    write_report(args, results)
 
 
 if __name__ == "__main__":
