@@ -20,97 +20,51 @@ from generated_schemas import generate
 
 Rng = random.Random
 MESSAGES = [{"role": "user", "content": "x"}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-VALID: dict[str, dict[str, Any]] = {
+VALID: dict[str, dict[str, Any]] = json.loads("""
+{
     "/v1/chat/completions": {
         "model": "tiny",
-        "messages": [{"role": "system", "content": "s"}, *MESSAGES],
-        "max_tokens": 2,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "n": 1,
-        "seed": 1,
-        "stop": ["x"],
-        "stop_token_ids": [5],
-        "logit_bias": {"5": 1},
-        "logprobs": True,
-        "top_logprobs": 1,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.1,
-        "repetition_penalty": 1.1,
-        "stream": False,
-        "stream_options": {"include_usage": True},
-        "tools": [TOOL],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "response_format": {"type": "text"},
-        "chat_template_kwargs": {"a": 1},
-        "user": "u",
-        "metadata": {"a": "b"},
-        "ignore_eos": False,
-        "min_tokens": 0,
-        "priority": 0,
-        "echo": False,
-        "add_generation_prompt": True,
-        "continue_final_message": False,
-        "reasoning_effort": "low",
-        "cache_salt": "s",
-        "bad_words": ["no"],
-        "allowed_token_ids": [5, 6, 7],
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}],
+        "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "n": 1,
+        "seed": 1, "stop": ["x"], "stop_token_ids": [5], "logit_bias": {"5": 1}, "logprobs": true,
+        "top_logprobs": 1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+        "repetition_penalty": 1.1, "stream": false, "stream_options": {"include_usage": true},
+        "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        ],
+        "tool_choice": "auto", "parallel_tool_calls": true, "response_format": {"type": "text"},
+        "chat_template_kwargs": {"a": 1}, "user": "u", "metadata": {"a": "b"}, "ignore_eos": false,
+        "min_tokens": 0, "priority": 0, "echo": false, "add_generation_prompt": true,
+        "continue_final_message": false, "reasoning_effort": "low", "cache_salt": "s",
+        "bad_words": ["no"], "allowed_token_ids": [5, 6, 7]
     },
     "/v1/completions": {
-        "model": "tiny",
-        "prompt": "x",
-        "max_tokens": 2,
-        "temperature": 0.0,
-        "n": 1,
-        "best_of": 1,
-        "logprobs": 1,
-        "echo": True,
-        "suffix": None,
-        "stop": "x",
-        "seed": 3,
-        "stream": False,
-        "logit_bias": {"5": -1},
-        "truncate_prompt_tokens": 5,
-        "add_special_tokens": True,
-        "skip_special_tokens": True,
+        "model": "tiny", "prompt": "x", "max_tokens": 2, "temperature": 0.0, "n": 1, "best_of": 1,
+        "logprobs": 1, "echo": true, "suffix": null, "stop": "x", "seed": 3, "stream": false,
+        "logit_bias": {"5": -1}, "truncate_prompt_tokens": 5, "add_special_tokens": true,
+        "skip_special_tokens": true
     },
     "/v1/responses": {
         "model": "tiny",
         "input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}],
-        "instructions": "i",
-        "max_output_tokens": 2,
-        "temperature": 0.1,
+        "instructions": "i", "max_output_tokens": 2, "temperature": 0.1,
         "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
-        "tool_choice": "auto",
-        "text": {"format": {"type": "text"}},
-        "reasoning": {"effort": "low"},
-        "store": False,
-        "metadata": {},
-        "include": [],
-        "truncation": "disabled",
-        "stream": False,
+        "tool_choice": "auto", "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low"}, "store": false, "metadata": {}, "include": [],
+        "truncation": "disabled", "stream": false
     },
     "/v1/messages": {
-        "model": "tiny",
-        "max_tokens": 2,
-        "system": [{"type": "text", "text": "s"}],
+        "model": "tiny", "max_tokens": 2, "system": [{"type": "text", "text": "s"}],
         "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
-        "tool_choice": {"type": "auto"},
-        "stop_sequences": ["x"],
-        "temperature": 0.1,
-        "top_k": 4,
-        "thinking": {"type": "disabled"},
-        "metadata": {"user_id": "u"},
-        "stream": False,
+        "tool_choice": {"type": "auto"}, "stop_sequences": ["x"], "temperature": 0.1, "top_k": 4,
+        "thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}, "stream": false
     },
-    "/tokenize": {"prompt": "x", "add_special_tokens": True, "return_token_strs": True},
-    "/detokenize": {"tokens": [5, 6]},
+    "/tokenize": {"prompt": "x", "add_special_tokens": true, "return_token_strs": true},
+    "/detokenize": {"tokens": [5, 6]}
 }
+""")
+"""A body of each endpoint that is accepted, with as many of its fields as go together."""
 
 
 class Raw(str):
@@ -118,12 +72,7 @@ class Raw(str):
 
 
 NUMBERS = [
-    *(
-        "-9223372036854775808",
-        "9223372036854775807",
-        "-9223372036854775809",
-        "18446744073709551616",
-    ),
+    *(str(n) for n in (-(2**63), 2**63 - 1, -(2**63) - 1, 2**64)),
     *("1e308", "1e309", "-1e309", "1e-400", "-0.0", "0", "-1", "4e888269132", "0.1e1", "1" * 400),
     *("2147483648", "-2147483649", "NaN", "Infinity", "-Infinity", "1e5000", "3.0", "1.5"),
 ]
@@ -209,16 +158,8 @@ KEYWORDS = (
 )
 PATTERNS = (
     *("a*", "(a?){0,200}", "[", "(", "(?=a)b", "(?i)a", "\\1", "a{9999999999}", "\\p{L}+", "^$"),
-    *(
-        "(a|b)*a(a|b){18}",
-        "[^\\x00-\\x7f]",
-        "\\ud800",
-        "\x00",
-        ".",
-        "(a*)*b",
-        "a{3,1}",
-        "\\u{110000}",
-    ),
+    *("(a|b)*a(a|b){18}", "[^\\x00-\\x7f]", "\\ud800", "\x00", ".", "(a*)*b", "a{3,1}"),
+    "\\u{110000}",
     *("(?P<x>a)", "\\b", "$^", "[[:alpha:]]", "[a-\\d]", "(?#x)", "((((((((((x))))))))))"),
 )
 
@@ -280,6 +221,9 @@ def structural_tag(rng: Rng) -> Any:
 # -- bodies ------------------------------------------------------------------------------------
 
 
+NEEDED = ("messages", "prompt", "input", "max_tokens", "max_output_tokens", "tokens")
+
+
 @dataclass(frozen=True)
 class Body:
     kind: str
@@ -328,12 +272,8 @@ def _tools(rng: Rng) -> Body:
 def _fields(rng: Rng) -> Body:
     path = rng.choice(tuple(VALID))
     valid = VALID[path]
-    kept = {key: valid[key] for key in valid if rng.random() < 0.5 or key in _needed(path)}
+    kept = {key: valid[key] for key in valid if rng.random() < 0.5 or key in NEEDED}
     return Body("fields", path, dumps(mutated(rng, kept)).encode())
-
-
-def _needed(path: str) -> tuple[str, ...]:
-    return ("messages", "prompt", "input", "max_tokens", "max_output_tokens", "tokens")
 
 
 def _bytes(rng: Rng) -> Body:

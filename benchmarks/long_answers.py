@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
+from types import SimpleNamespace
 from typing import Any
 
+from loop_watch import LoopWatch
 from textual.app import App, ComposeResult
 
 from termgen.system.cpu_slices import share_lock_quickly
@@ -39,6 +40,7 @@ PAGE = (
 )
 CODE = "```python\n" + "".join(f"x{i} = f({i})  # and more of it\n" for i in range(1000))
 LONG = "Words of somebody who takes his time, and ends a line at times.\n" * 460
+MODEL: Any = SimpleNamespace(model_id="a model")
 PIECE = 400
 SETTLE_S = 1.0
 """Longer than the whole layout takes."""
@@ -55,39 +57,15 @@ class Sheet(App[None]):
         self.query_one(Transcript).set_palette(palette)
 
 
-class Turns:
-    """Times every iteration of the loop."""
-
-    def __init__(self) -> None:
-        self.longest_ms = 0.0
-        run = asyncio.Handle._run
-
-        def timed(handle: Any) -> None:
-            began_ns = time.thread_time_ns()
-            run(handle)
-            self.longest_ms = max(self.longest_ms, (time.thread_time_ns() - began_ns) / 1e6)
-
-        asyncio.Handle._run = timed  # type: ignore[method-assign]
-
-    async def told(self, name: str) -> None:
-        await asyncio.sleep(SETTLE_S)
-        print(f"{name:8}{self.longest_ms:8.1f} ms")
-        self.longest_ms = 0.0
-
-
-def answer(text: str, model: Any, *, is_open: bool = False) -> AnswerEntry:
+def answer(text: str, *, is_open: bool = False) -> AnswerEntry:
     turn = Turn("q", answer=text)
     turn.stats.output_tokens = 1
-    entry = AnswerEntry(turn, model, lambda action: action)
+    entry = AnswerEntry(turn, MODEL, lambda action: action)
     entry.feed(text)
     if not is_open:
         turn.end(AnswerState.DONE)
         entry.close()
     return entry
-
-
-class Model:
-    model_id = "a model"
 
 
 async def stream(sheet: Transcript, entry: AnswerEntry, text: str) -> None:
@@ -97,56 +75,64 @@ async def stream(sheet: Transcript, entry: AnswerEntry, text: str) -> None:
         await asyncio.sleep(0)
 
 
-async def measure() -> None:
-    app, turns = Sheet(), Turns()
+async def measure(watch: LoopWatch) -> None:
+    app = Sheet()
+
+    async def report(name: str) -> None:
+        await asyncio.sleep(SETTLE_S)
+        print(f"{name:8}{watch.longest_ns / 1e6:8.1f} ms", flush=True)
+        watch.reset()
+
     async with app.run_test(size=(110, 40)) as pilot:
         sheet = app.query_one(Transcript)
-        answer(f"{PAGE}{CODE}", Model)(80)  # imports the code highlighter
+        answer(f"{PAGE}{CODE}")(80)  # imports the code highlighter
         gc.collect()
         gc.disable()  # as the command line has it while an engine computes
         await asyncio.sleep(0)
-        turns.longest_ms = 0.0
-        sheet.set_entries([answer(text, Model) for text in [TABLE, *[PAGE] * 30]])
+        watch.reset()
+        sheet.set_entries([answer(text) for text in [TABLE, *[PAGE] * 30]])
         sheet.to_end()
-        await turns.told("open")
+        await report("open")
         await pilot.resize_terminal(80, 40)
-        await turns.told("resize")
-        streaming = answer("", Model, is_open=True)
+        await report("resize")
+        streaming = answer("", is_open=True)
         streaming.turn.thought.text = LONG
         streaming.turn.thought.is_over = True
         sheet.add(streaming)
         await stream(sheet, streaming, TABLE)
-        await turns.told("stream")
+        await report("stream")
         await pilot.resize_terminal(90, 40)
-        await turns.told("wider")
+        await report("wider")
         await stream(sheet, streaming, f"| {'a wider name ' * 2} | 1 | |\n\nThe end [of][it].\n\n")
-        await turns.told("end")
+        await report("end")
         await stream(sheet, streaming, CODE)
-        await turns.told("code")
+        await report("code")
         await pilot.resize_terminal(100, 40)
-        await turns.told("wide")
+        await report("wide")
         await stream(sheet, streaming, "```\n\n")
         await stream(sheet, streaming, PAGE * 30)
-        await turns.told("go on")
+        await report("go on")
         await pilot.resize_terminal(70, 40)
-        await turns.told("narrow")
+        await report("narrow")
         await stream(sheet, streaming, "\n[it]: http://x.y\n")
         streaming.turn.end(AnswerState.DONE)
         streaming.close()
         sheet.update(streaming)
-        await turns.told("close")
+        await report("close")
         streaming.fold_thoughts()
         sheet.update(streaming)
-        await turns.told("unfold")
+        await report("unfold")
         question = QuestionEntry(Turn(LONG), lambda action: action)
         sheet.add(question)
         await asyncio.sleep(SETTLE_S)
-        turns.longest_ms = 0.0
+        watch.reset()
         question.is_marked = True
         sheet.update(question)
-        await turns.told("mark")
+        await report("mark")
 
 
 if __name__ == "__main__":
     share_lock_quickly()  # as the command line does
-    asyncio.run(measure())
+    longest = LoopWatch()
+    with longest.watching():
+        asyncio.run(measure(longest))

@@ -295,7 +295,6 @@ async def soak(server: ServerProcess, args: argparse.Namespace) -> bool:
     await clients.run(args.clients, began + 60 * args.minutes)
     watching.cancel()
     samples = await watching
-    seconds = time.monotonic() - began
     is_alive = server.ending is None
     result = verdict([one for one in samples if one["seconds"] <= 60 * args.minutes])
     flat = is_flat(result, args.most_growth)
@@ -305,7 +304,7 @@ async def soak(server: ServerProcess, args: argparse.Namespace) -> bool:
         "is_alive": is_alive,
         "endings": dict(clients.endings.most_common(20)),
         "faults": clients.faults,
-        "answers_per_s": sum(clients.endings.values()) / seconds,
+        "answers_per_s": sum(clients.endings.values()) / (time.monotonic() - began),
         "seed": args.seed,
         "machine": machine_facts(),
     }
@@ -316,31 +315,22 @@ async def soak(server: ServerProcess, args: argparse.Namespace) -> bool:
 
 
 def show(samples: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
-    print(f"{'minute':>7} {'answers':>9} {'server MiB':>11} {'helpers':>8}  of which", end="")
-    print("  heap, arenas (how many), blocks, files")
+    kinds = ("rss", "heap", "arenas", "blocks", "files")
+    print("".join(f"{name:>9}" for name in ("minute", "answers", *kinds, "helpers")))
     for one in samples[:: max(1, len(samples) // 20)]:
-        server, helpers = one["server"], one["helpers"]
-        parts = [f"{server.get(kind, 0) / 1024:.0f}" for kind in ("heap", "arenas")]
-        parts[1] += f" ({server.get('num_arenas', 0)})"
-        parts += [f"{server.get(kind, 0) / 1024:.0f}" for kind in ("blocks", "files")]
-        print(
-            f"{one['seconds'] / 60:7.1f} {one['answers']:9d} {server.get('rss', 0) / 1024:11.1f} "
-            f"{helpers['rss'] / 1024:8.1f}  {', '.join(parts)}"
-        )
+        sizes = [*(one["server"].get(kind, 0) for kind in kinds), one["helpers"]["rss"]]
+        mib = "".join(f"{kib / 1024:9.0f}" for kib in sizes)
+        print(f"{one['seconds'] / 60:9.1f}{one['answers']:9d}{mib}")
     print("answers: " + ", ".join(f"{n} {what[:70]}" for what, n in summary["endings"].items()))
     for name, grown in summary["verdict"].items():
-        print(
-            f"second half, {name}: {grown['begin_mib']:.1f} to {grown['end_mib']:.1f} MiB, "
-            f"{grown['line_per_cent']:+.2f} % along a line, "
-            f"{grown['medians_per_cent']:+.2f} % by medians"
-        )
+        print(f"second half, {name}: " + ", ".join(f"{k} {v:.2f}" for k, v in grown.items()))
     for fault in summary["faults"]:
         print(f"fault: {fault[:500]}")
     print("flat" if summary["is_flat"] else "NOT flat")
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
@@ -348,11 +338,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--output", type=Path, default=Path("memory_soak.jsonl"))
     parser.add_argument("serve_options", nargs="*", help="behind --: further ones of the server")
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = parse_args()
+    args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model, options = write_model(Path(folder)), (*SERVE_OPTIONS, *args.serve_options)
