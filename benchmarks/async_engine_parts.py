@@ -261,7 +261,8 @@ def host(core: EngineCore, sizes: Sizes, ms: float) -> dict[str, Any]:
     for batch, runs in found.items():
         means = [run["host_mean_us"] for run in runs]
         best = runs[means.index(min(means))]
-        cells.append({"batch": batch, **best, "host_means_us": means})
+        others = {"median_us": statistics.median(means), "slowest_us": max(means)}
+        cells.append({"batch": batch, **best, **others})
     slope, start = np.polyfit(
         [cell["batch"] for cell in cells], [cell["host_mean_us"] for cell in cells], 1
     )

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from contestants import CONTESTANTS, MAX_BATCH, Missing, Prompts
-from machine import machine_facts, parser_of, write_report
+from machine import machine_facts, parser_of, print_rows, write_report
 
 from termgen.library.catalog import resolve_model
 
@@ -135,8 +135,8 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for (measure, name), found in values.items():
         middle = statistics.median(found)
-        print(f"{measure:<26} {name:<22} {middle:8.2f}")
         results.append({"measure": measure, "contestant": name, "median": middle, "values": found})
+    print_rows({name: row[name] for name in ("measure", "contestant", "median")} for row in results)
     print(f"rounds in which {' and '.join(SAME)} gave the same tokens: {[*num_equal.values()]}")
     write_report(args, {"values": results, "rounds_with_equal_tokens": num_equal}, facts)
 

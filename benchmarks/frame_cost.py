@@ -9,7 +9,7 @@ measured apart: it grows with the engine's speed, and a frame does not.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -96,13 +96,3 @@ def figures(frames: Sequence[FrameCost]) -> dict[str, float]:
         "intake_us_per_event": intake_us / max(1, sum(f.num_events for f in frames)),
         "bytes": float(num_bytes.mean()),
     }
-
-
-def print_frames(rows: Mapping[str, dict[str, float]]) -> None:
-    print(f"{'a frame: ms':>25}{'drawing':>9}{'max':>7}{'us an event':>13}{'bytes':>8}")
-    for name, f in rows.items():
-        print(
-            f"{name:>14}{f['frame_ms']:11.1f}{f['draw_ms']:9.1f}{f['draw_max_ms']:7.1f}"
-            f"{f['intake_us_per_event']:13.1f}{f['bytes']:8.0f}",
-            flush=True,
-        )

@@ -20,15 +20,16 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from async_engine_parts import idle_share, steps_per_s
-from frame_cost import FrameCosts, figures, print_frames
+from frame_cost import FrameCosts, figures
 from load_client import Clients
+from machine import print_rows
 from servers import port_of
 
 from termgen.config import UIConfig
@@ -44,15 +45,6 @@ STALLED_S = 5.0
 """After this time a terminal that is not read blocks the thread that writes to it."""
 BEGIN_TIMEOUT_S = 60.0
 LEAST_STEPS = 8
-FIGURES = {
-    "tokens_per_s": ",.0f",
-    "mean_ms": ".2f",
-    "p99_ms": ".2f",
-    "max_ms": ".1f",
-    "idle_share": ".2%",
-    "host_us": ".0f",
-}
-"""Figures of a cell, and how they are printed."""
 
 
 class CountedDashboard(DashboardScreen):
@@ -171,13 +163,14 @@ def print_turns(name: str, cells: list[dict[str, Any]]) -> None:
     pairs = list(zip(cells[::2], cells[1::2], strict=True))
     kept = statistics.median(on["tokens_per_s"] / off["tokens_per_s"] for off, on in pairs)
     print(f"{name}: medians without and with; speed kept: {kept:.1%}")
-    for figure, form in FIGURES.items():
-        off, on = (statistics.median(pair[i][figure] for pair in pairs) for i in (0, 1))
-        print(f"  {figure:14}{off:12{form}}{on:12{form}}")
-    if frames := statistics.median(on["frames_per_s"] for _, on in pairs):
-        print(f"  frames drawn per second: {frames:.1f}", flush=True)
-    if drawn := [on["frame"] for _, on in pairs if on["frame"]]:
-        print_frames({name: {k: statistics.median(f[k] for f in drawn) for k in drawn[0]}})
+    print_rows(_medians(side) for side in zip(*pairs, strict=True))
+    if frames := [on["frame"] for _, on in pairs if on["frame"]]:
+        print_rows([_medians(frames)])
+
+
+def _medians(found: Sequence[dict[str, Any]]) -> dict[str, float]:
+    names = [name for name, value in found[0].items() if isinstance(value, float)]
+    return {name: statistics.median(one[name] for one in found) for name in names}
 
 
 @asynccontextmanager

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_decode import OPTION, engine_options
-from machine import gpu_name, machine_facts, parser_of, write_report
+from machine import gpu_name, machine_facts, parser_of, print_rows, write_report
 from made_up_models import MODELS, REAL, write_config
 from servers import serving
 
@@ -197,68 +197,23 @@ def missing_for(part: str) -> list[str]:
     return [name for name in NEEDED.get(part, ()) if importlib.util.find_spec(name) is None]
 
 
-# -- tables --------------------------------------------------------------------------------
-
-
-def print_idle(found: dict[str, Any]) -> None:
-    print("idle between steps, % of the time (bound: 0.5)")
-    print("  batch  step ms    idle  gap us  p99 us  queued  profiler: idle  gap us")
-    for c in found["decode"]:
-        profiled = ""
-        if "profiled_idle_share" in c:
-            profiled = f"{100 * c['profiled_idle_share']:15.2f} {c['profiled_gap_us']:7.1f}"
-        print(
-            f"  {c['batch']:5d} {c['step_ms']:8.3f} {100 * c['idle_share']:7.2f} {c['gap_us']:7.1f}"
-            f" {c['gap_p99_us']:7.1f} {c['queue_depth']:7.0f} {profiled}"
-        )
-    job = found["job"]
-    print(
-        f"  job: idle {100 * job['idle_share']:.2f}% (bound: 1) of {job['steps']} steps, "
-        f"{job['tokens_per_s']:,.0f} output tokens/s"
-    )
-
-
-def print_host(found: dict[str, Any]) -> None:
-    print("time of the engine's loop per step, us, medians and mean (bound: 120 + 1.2 B)")
-    print("  batch   loop  schedule  launch  apply    mean  bound  mean of each round")
-    for c in found["cells"]:
-        print(
-            f"  {c['batch']:5d} {c['host_us']:6.0f} {c['schedule_us']:9.0f} {c['launch_us']:7.0f} "
-            f"{c['apply_us']:6.0f} {c['host_mean_us']:7.0f} {120 + 1.2 * c['batch']:6.0f}  "
-            + ", ".join(f"{mean:.0f}" for mean in c["host_means_us"])
-        )
-    print(f"  mean = {found['a_us']:.0f} us + {found['b_us']:.2f} us x B")
-
-
-def print_compared(title: str, cells: list[dict[str, Any]]) -> None:
-    print(f"{title}, tokens/s")
-    for c in cells:
-        rates = c["tokens_per_s"]
-        first = next(iter(rates.values()))
-        line = "  ".join(
-            f"{n} {rate:,.0f} ({100 * rate / first:.1f}%)" for n, rate in rates.items()
-        )
-        print(f"  {c['batch']:5d}: {line}")
-
-
 def print_found(found: dict[str, Any]) -> None:
-    for part in failed(found):
-        print(f"{part}: failed: {found[part]['failed']}")
-    found = {part: result for part, result in found.items() if part not in failed(found)}
-    if "idle" in found:
-        print_idle(found["idle"])
-    if "host" in found:
-        print_host(found["host"])
-    if "sync" in found:
-        print_compared("one step at a time, two in flight, running ahead", found["sync"])
-    if "hold" in found:
-        print_compared("quiet, and with the GIL held for 20 ms of every 100", found["hold"])
-    for part in SCREEN_PARTS:
-        if part in found:
+    for part, result in found.items():
+        print(part)
+        if part in failed(found):
+            print(f"failed: {result['failed']}")
+        elif part == "idle":
+            print_rows(result["decode"])
+            print_rows([result["job"]])
+        elif part == "host":
+            print_rows(result["cells"])
+            print(f"mean = {result['a_us']:.0f} us + {result['b_us']:.2f} us x B")
+        elif part in ENGINE_PARTS:
+            print_rows({"rows": c["batch"], **c["tokens_per_s"]} for c in result)
+        else:
             from front_ends import print_turns
 
-            print_turns(part, found[part])
-    sys.stdout.flush()
+            print_turns(part, result)
 
 
 def main() -> None:

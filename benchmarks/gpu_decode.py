@@ -31,7 +31,7 @@ from collections import ChainMap, Counter
 from pathlib import Path
 from typing import Any
 
-from machine import gpu_name, machine_facts, parser_of, write_report
+from machine import gpu_name, machine_facts, parser_of, print_rows, write_report
 from made_up_models import REAL, floor_ms, write_config
 
 from termgen.config import EngineConfig
@@ -207,6 +207,7 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 cell = decode_cell(engine, batch)
                 context = PROMPT + WARM_STEPS + STEPS // 2
                 cell["floor_ms"] = floor_ms(name, batch, context, kv_bytes=kv_bytes)
+                cell["% of floor"] = 100 * cell["floor_ms"] / cell["ms"]
                 result["decode"].append(cell)
         if "job" in args.parts:
             result["job"], result["job_graphs"] = [job(engine) for _ in range(2)][-1]
@@ -256,52 +257,21 @@ def starts(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def print_starts(found: list[dict[str, Any]]) -> None:
-    for cached, start in zip(("nothing cached", "kernels cached"), found, strict=True):
-        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in start["phases"])
-        print(
-            f"  start, {cached}: first token {start['first_token_s']:.1f} s "
-            f"(imports {start['imports_s']:.1f}, {phases}; {start['graphs'][0]} graphs)"
-        )
-
-
-def print_sampling(cells: list[dict[str, Any]]) -> None:
-    """A row for each kind, a column for each batch: ms/step, and percent of plain tokens/s."""
-    batches = list(dict.fromkeys(cell["batch"] for cell in cells))
-    found = {(cell["kind"], cell["batch"]): cell for cell in cells}
-    shares = {key: found["plain", key[1]]["ms"] / cell["ms"] for key, cell in found.items()}
-    heads = "".join(f"{f'{batch} rows':>18}" for batch in batches)
-    print(f"  {'ms/step, % of plain':24}{heads}  least  graphs")
-    for kind in SAMPLING:
-        cells_of = [found[kind, batch] for batch in batches]
-        columns = "".join(
-            f"{cell['ms']:10.3f}{100 * shares[kind, cell['batch']]:7.1f}%" for cell in cells_of
-        )
-        least = min(shares[kind, batch] for batch in batches)
-        graphs = min(cell["graph_share"] for cell in cells_of)
-        print(f"  {kind:24}{columns}{100 * least:6.1f}% {100 * graphs:6.0f}%")
-
-
 def print_result(result: dict[str, Any]) -> None:
     print(result["model"])
-    if result.get("decode"):
-        print("  batch  ms/step  floor  % of floor  graphs  schedule us  apply us")
-    for c in result.get("decode", ()):
-        print(
-            f"  {c['batch']:5d} {c['ms']:8.3f} {c['floor_ms']:6.2f} "
-            f"{100 * c['floor_ms'] / c['ms']:10.0f}% {100 * c['graph_share']:6.0f}% "
-            f"{c['schedule_us']:12.0f} {c['apply_us']:9.0f}"
-        )
-    if "sampling" in result:
-        print_sampling(result["sampling"])
-    for part, unit in (("job", "output tokens/s"), ("prefill", "prompt tokens/s")):
-        if part in result:
-            shares = sorted(result[f"{part}_graphs"].items())
-            graphs = ", ".join(f"{100 * share:.0f}% {mode}" for mode, share in shares)
-            print(f"  {part}: {result[part]:,.0f} {unit}; steps {graphs}")
-    if "start" in result:
-        print_starts(result["start"])
-    sys.stdout.flush()
+    print_rows(result["decode"])
+    kinds: dict[str, dict[str, Any]] = {}
+    for cell in result.get("sampling", ()):
+        row = kinds.setdefault(cell["kind"], {"sampling": cell["kind"]})
+        plain_ms = kinds["plain"].get(name := f"{cell['batch']} rows, ms", cell["ms"])
+        row |= {name: cell["ms"], f"{cell['batch']}, %": 100 * plain_ms / cell["ms"]}
+    print_rows(kinds.values())
+    print_rows(
+        {"part": part, "tokens/s": result[part], "steps": result[f"{part}_graphs"]}
+        for part in ("job", "prefill")
+        if part in result
+    )
+    print_rows(result["start"])
 
 
 def main() -> None:
@@ -315,14 +285,14 @@ def main() -> None:
         return
     results = []
     for name in args.models:
-        result: dict[str, Any] = {"model": name}
+        result: dict[str, Any] = {"model": name, "decode": [], "start": []}
         if set(args.parts) - {"start"}:
             command = [sys.executable, *sys.argv, "--child", "--models", name]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode:
                 print(f"{name}: failed with code {done.returncode}")
                 continue
-            result = json.loads(done.stdout.splitlines()[-1])
+            result |= json.loads(done.stdout.splitlines()[-1])
         if "start" in args.parts:  # after the child has freed the device's memory
             result["start"] = starts(name)
         results.append(result)

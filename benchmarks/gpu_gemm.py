@@ -23,6 +23,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 from gemm_candidates import candidates
+from machine import print_rows
 from triton.runtime.errors import TritonError
 
 from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace, small_gemm
@@ -194,16 +195,6 @@ def describe(config: SmallGemmConfig) -> str:
     )
 
 
-def print_table(cells: list[Cell]) -> None:
-    print(f"{'':24}{'M':>3}{'cuBLAS':>9}{'best':>9}  best")
-    for cell in cells:
-        best = "-" if cell.best is None else describe(cell.best)
-        print(
-            f"{cell.model + ' ' + cell.name:24}{cell.m:3}{cell.cublas_us:9.2f}{cell.best_us:9.2f}"
-            f"  {best}{'' if cell.winner else ' (cuBLAS)'}"
-        )
-
-
 def write_table(path: Path, cells: list[Cell]) -> None:
     table: dict[tuple[int, int], dict[int, SmallGemmConfig | None]] = {}
     for cell in cells:
@@ -257,7 +248,18 @@ def main() -> None:
                 shape.run(cell, broken)
         del shape
         torch.cuda.empty_cache()
-    print_table(cells)
+    print_rows(
+        {
+            "model": cell.model,
+            "product": cell.name,
+            "rows": cell.m,
+            "cuBLAS us": cell.cublas_us,
+            "small_gemm us": cell.best_us,
+            "best": cell.best and describe(cell.best),
+            "chosen": cell.winner is not None,
+        }
+        for cell in cells
+    )
     print(f"{perf_counter() - started:.0f} s on {torch.cuda.get_device_name(DEVICE)}")
     if args.output is not None:
         write_table(args.output, cells)

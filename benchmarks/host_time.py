@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 import numpy.typing as npt
-from machine import parser_of, write_report
+from machine import parser_of, print_rows, write_report
 
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
@@ -124,18 +124,14 @@ def main() -> None:
         for case in cases:
             times[case].append(time_windows(*case, args.windows))
     results = []
-    print("host time of a decode step, microseconds: medians, and the best window")
-    print(
-        "".join(f"{name:>9}" for name in ("batch", "context", "schedule", "apply", "step", "best"))
-    )
     for (batch, context), rounds in times.items():
         windows = np.concatenate(rounds)
         total = windows.sum(axis=1)
         schedule_us, apply_us = np.median(windows, axis=0).tolist()
         found = {"schedule_us": schedule_us, "apply_us": apply_us}
         found |= {"step_us": float(np.median(total)), "step_best_us": float(total.min())}
-        print(f"{batch:9}{context:9}" + "".join(f"{value:9.1f}" for value in found.values()))
         results.append({"batch_size": batch, "context": context, **found})
+    print_rows(results)
     write_report(args, results)
 
 

@@ -30,7 +30,7 @@ from typing import Any
 from hostile_kinds import ALL, CONNECTIONS, KINDS, bytes_of
 from load_client import Clients, Streamed, chat_body
 from loop_watch import LoopWatch
-from machine import machine_facts, parser_of, percentiles, write_report
+from machine import machine_facts, parser_of, percentiles, print_rows, write_report
 from servers import port_of, serving
 from simulated_gpu import Simulation, installed
 
@@ -206,18 +206,20 @@ async def left_behind(engine: AsyncEngine, server: Server) -> dict[str, int]:
 
 def show(result: dict[str, Any]) -> None:
     print(f"\nsteps of {result['step_ms']:g} ms; time between tokens in ms; left: {result['left']}")
-    print(f"{'':19}{'quiet':>14}{'hostile':>16}{'p99':>7}{'held':>8}")
-    print(f"{'kind':17}{'p50':>8}{'p99':>8}{'p50':>8}{'p99':>8}{'ratio':>7}{'ms':>8}  answers")
     together = {"name": "all of them", **result["together"], "held_ms": 0.0, "answers": {}}
-    for row in (*result["kinds"], together):
-        quiet, hostile = row["quiet"], row["hostile"]
-        ratio = hostile["p99"] / quiet["p99"]
-        print(
-            f"{row['name']:17}{quiet['p50']:8.1f}{quiet['p99']:8.1f}{hostile['p50']:8.1f}"
-            f"{hostile['p99']:8.1f}{ratio:7.2f}{row['held_ms']:8.1f}  "
-            + ", ".join(f"{count} x {answer}" for answer, count in row["answers"].items())
-            + (f"  [{row['held_by']}]" if row["held_ms"] > 2 else "")
-        )
+    print_rows(
+        {
+            "kind": row["name"],
+            "p50 alone": row["quiet"]["p50"],
+            "p99 alone": row["quiet"]["p99"],
+            "p50": row["hostile"]["p50"],
+            "p99": row["hostile"]["p99"],
+            "ratio": row["hostile"]["p99"] / row["quiet"]["p99"],
+            "held ms": row["held_ms"],
+            "answers": row["answers"],
+        }
+        for row in (*result["kinds"], together)
+    )
 
 
 def parse_args() -> argparse.Namespace:

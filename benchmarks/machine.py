@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +80,19 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
     shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
     at = {name: ordered[min(last, int(len(ordered) * share))] for name, share in shares.items()}
     return {"count": len(ordered), **at}
+
+
+def print_rows(rows: Iterable[Mapping[str, Any]]) -> None:
+    """A table; the names in the first row are its heads."""
+    texts = [{name: _text(value) for name, value in row.items()} for row in rows]
+    heads = list(texts[0]) if texts else []
+    widths = [max(len(head), *(len(row.get(head, "")) for row in texts)) for head in heads]
+    for row in ({head: head for head in heads}, *texts):
+        cells = zip(heads, widths, strict=True)
+        print("  ".join(f"{row.get(head, ''):>{width}}" for head, width in cells), flush=True)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import machine_facts
+from machine import machine_facts, print_rows
 from made_up_models import write_config
 from process_memory import descendants, resident_by_kind, resident_kib
 from servers import ServerProcess, post
@@ -316,14 +316,17 @@ async def soak(server: ServerProcess, args: argparse.Namespace) -> bool:
 
 def show(samples: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
     kinds = ("rss", "heap", "arenas", "blocks", "files")
-    print("".join(f"{name:>9}" for name in ("minute", "answers", *kinds, "helpers")))
-    for one in samples[:: max(1, len(samples) // 20)]:
-        sizes = [*(one["server"].get(kind, 0) for kind in kinds), one["helpers"]["rss"]]
-        mib = "".join(f"{kib / 1024:9.0f}" for kib in sizes)
-        print(f"{one['seconds'] / 60:9.1f}{one['answers']:9d}{mib}")
+    print_rows(
+        {
+            "minute": one["seconds"] / 60,
+            "answers": one["answers"],
+            **{f"{kind}, MiB": one["server"].get(kind, 0) // 1024 for kind in kinds},
+            "helpers": one["helpers"]["rss"] // 1024,
+        }
+        for one in samples[:: max(1, len(samples) // 20)]
+    )
     print("answers: " + ", ".join(f"{n} {what[:70]}" for what, n in summary["endings"].items()))
-    for name, grown in summary["verdict"].items():
-        print(f"second half, {name}: " + ", ".join(f"{k} {v:.2f}" for k, v in grown.items()))
+    print_rows({"second half": name, **grown} for name, grown in summary["verdict"].items())
     for fault in summary["faults"]:
         print(f"fault: {fault[:500]}")
     print("flat" if summary["is_flat"] else "NOT flat")

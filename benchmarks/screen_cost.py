@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import screen_events
-from frame_cost import FrameCosts, figures, print_frames
+from frame_cost import FrameCosts, figures
 from front_ends import (
     STALLED_S,
     FrontSizes,
@@ -55,7 +55,7 @@ from front_ends import (
     reading,
     stalled,
 )
-from machine import parser_of, write_report
+from machine import parser_of, print_rows, write_report
 from made_up_models import write_config
 from servers import serving
 from simulated_gpu import Simulation, installed
@@ -140,7 +140,7 @@ class Bench:
                         await asyncio.sleep(self.sizes.seconds)
                     found[page.name] = figures(costs.frames[first:-1])
                 await watch.at_rest()
-        print_frames(found)
+        print_rows({"page": page, **frame} for page, frame in found.items())
         return found
 
     async def _events(self, engine: AsyncEngine) -> dict[str, float]:
@@ -169,8 +169,7 @@ class Bench:
             "top: state of bytes": EVENTS_HZ * cpu_ms(lambda: decode(cache)),
         }
         print(f"{len(events)} events in a second; ms of processor time for them at {EVENTS_HZ} Hz")
-        for name, took in found.items():
-            print(f"{name:>30}{took:8.2f}")
+        print_rows({"what": name, "ms": took} for name, took in found.items())
         return {"events": len(events), **found}
 
 
@@ -270,7 +269,7 @@ def run_part(name: str, config: EngineConfig, args: argparse.Namespace) -> Any:
         return asyncio.run(screen_events.hour_of_events())
     if name.startswith("pages-"):
         found = asyncio.run(screen_events.pages_cost(float(name.removeprefix("pages-"))))
-        print_frames(found)
+        print_rows({"page": page, **frame} for page, frame in found.items())
         return found
     is_simulated = args.engine == "simulated"
     sizes = FrontSizes(

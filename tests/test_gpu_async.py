@@ -84,7 +84,7 @@ def test_the_engines_parts_run_and_are_printed(
     assert set(found["hold"][0]["tokens_per_s"]) == {"two", "two held", "ahead", "ahead held"}
     gpu_async.print_found(found)
     printed = capsys.readouterr().out
-    assert "bound: 0.5" in printed and "us x B" in printed and "ahead held" in printed
+    assert "gap_p99_us" in printed and "us x B" in printed and "ahead held" in printed
 
 
 async def test_the_screens_parts_run_and_are_printed(
