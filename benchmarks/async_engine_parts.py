@@ -237,10 +237,7 @@ def gaps_between_replays(events: Sequence[dict[str, Any]], *, skip: int = 0) -> 
                 clear = max(clear, end)
         idles.append(gap + max(0.0, two[0] - clear))
     span_us = steps[-1][1] - steps[0][0]
-    return {
-        "profiled_gap_us": statistics.mean(idles),
-        "profiled_idle_share": sum(idles) / span_us,
-    }
+    return {"profiled_gap_us": statistics.mean(idles), "profiled_idle_share": sum(idles) / span_us}
 
 
 def host(core: EngineCore, sizes: Sizes, ms: float) -> dict[str, Any]:

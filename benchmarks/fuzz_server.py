@@ -2,7 +2,6 @@
 
     python benchmarks/fuzz_server.py [--requests 20000] [--seed N] [--output FOLDER]
     python benchmarks/fuzz_server.py --replay SEED/INDEX      # one of them again, and its answer
-    python benchmarks/fuzz_server.py --shrink SEED/INDEX      # the smallest part that still fails
 
 Schemas, regular expressions, grammars, tools and bodies from `fuzz_bodies.py` go to a `termgen
 serve` with the tiny model of `memory_soak.py`, 20 in a second. Faults are: the server's end, an
@@ -285,46 +284,8 @@ async def outcome(server: LiveServer, sent: Body) -> str | None:
         return DIED
 
 
-def smaller(value: Any) -> Iterable[Any]:
-    """Smaller versions of a JSON value: one part removed, halved or replaced by its child."""
-    if isinstance(value, dict):
-        for key in value:
-            yield {name: part for name, part in value.items() if name != key}
-        for key, part in value.items():
-            if isinstance(part, (dict, list)):
-                yield part
-            yield from ({**value, key: less} for less in smaller(part))
-    elif isinstance(value, list):
-        if len(value) > 3:
-            yield from (value[: len(value) // 2], value[len(value) // 2 :])
-        yield from (value[:i] + value[i + 1 :] for i in range(len(value)))
-        for i, part in enumerate(value):
-            yield from ([*value[:i], less, *value[i + 1 :]] for less in smaller(part))
-    elif isinstance(value, str) and len(value) > 1:
-        yield from (value[: len(value) // 2], value[len(value) // 2 :], value[1:], value[:-1])
-
-
-async def shrink(server: LiveServer, sent: Body) -> Body:
-    """The smallest body with the same fault that a greedy search finds."""
-    wanted = await outcome(server, sent)
-    print(f"fault: {wanted}")
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(sent.content)
-        has_shrunk = wanted is not None
-        while has_shrunk:
-            has_shrunk = False
-            for less in smaller(value):
-                tried = Body(sent.kind, sent.path, json.dumps(less).encode())
-                if await outcome(server, tried) == wanted:
-                    value, sent, has_shrunk = less, tried, True
-                    break
-    return sent
-
-
 async def again(server: LiveServer, args: argparse.Namespace) -> bool:
-    sent = body(args.replay or args.shrink)
-    if args.shrink:
-        sent = await shrink(server, sent)
+    sent = body(args.replay)
     print(f"{sent.kind} {sent.path}\n{sent.content.decode(errors='replace')[:4000]}")
     what = await outcome(server, sent)
     if what != DIED:
@@ -334,7 +295,7 @@ async def again(server: LiveServer, args: argparse.Namespace) -> bool:
     return what is None
 
 
-def parse_args(given: list[str] | None = None) -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--at-once", type=int, default=8)
@@ -351,18 +312,17 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most-deaths", type=int, default=30, help="stop after so many")
     parser.add_argument("--output", type=Path, default=Path("fuzz_faults"))
     parser.add_argument("--replay", metavar="SEED/INDEX")
-    parser.add_argument("--shrink", metavar="SEED/INDEX")
-    return parser.parse_args(given)
+    return parser.parse_args()
 
 
-def main(given: list[str] | None = None) -> int:
-    args = parse_args(given)
+def main() -> int:
+    args = parse_args()
     print(f"seed {args.seed}", flush=True)
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         server = LiveServer(write_model(Path(folder)), args.output / "server.log")
         try:
-            task = again if args.replay or args.shrink else fuzz
+            task = again if args.replay else fuzz
             return 0 if asyncio.run(task(server, args)) else 1
         finally:
             server.process.stop()

@@ -25,19 +25,9 @@ from termgen.engine.device.kernels.attention.decode_plan import DecodeConfig, De
 from termgen.engine.device.kernels.attention.prefill_plan import PrefillConfig
 from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 
-HEADS = {
-    "qwen3-0.6b": (16, 8, 128),
-    "llama-3.2-1b": (32, 8, 64),
-    "llama-3.1-8b": (32, 8, 128),
-}
+HEADS = {"qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64), "llama-3.1-8b": (32, 8, 128)}
 DECODE = [[600], [600] * 8, [600] * 32, [850] * 128, [600] * 256, [8192] * 8, [32768] + [512] * 31]
-PREFILL = [
-    ([2048] * 8, 2048),
-    ([512] * 8, 512),
-    ([8192], 8192),
-    ([32768], 32768),
-    ([32768], 2048),
-]
+PREFILL = [([2048] * 8, 2048), ([512] * 8, 512), ([8192], 8192), ([32768], 32768), ([32768], 2048)]
 """Contexts, and the new tokens at the end of each."""
 DTYPE = torch.bfloat16
 CHAIN_BYTES = 200 * 2**20

@@ -3,6 +3,7 @@
     python benchmarks/gpu_decode.py [--models NAME ...] [--parts decode job prefill start]
     python benchmarks/gpu_decode.py --option kv_cache_dtype=fp8
     python benchmarks/gpu_decode.py --models qwen3-0.6b --parts sampling --batch-sizes 1 32 256
+    python benchmarks/gpu_decode.py --models qwen3-0.6b --parts modes
 
 decode    time per step: prompts of 512 tokens, mean over 192 steps in which every row decodes
 job       256 requests of 100 to 1024 prompt and output tokens, drawn with seed 0: output tokens/s
@@ -10,10 +11,11 @@ prefill   32 prompts of 2048 tokens, one output token each: prompt tokens/s
 start     birth of a process to its first token, with no kernel cached and with all
 sampling  decode with each kind of sampling, and its tokens/s in percent of those of plain sampling,
           measured in turns with it; not run unless named
+modes     --cudagraph-mode under loads of a constant number of running requests, at most 2048 tokens
+          a step: one that ends is followed by the next, so most steps hold prompts among decodes.
+          Three rounds in turns; medians. To be named alone
 
-Needs a CUDA device and no tokenizer. Each model runs in a process of its own. The weights of
-qwen3-30b-a3b leave an 80 GB device room for the keys and values of about 100 rows: give it
---batch-sizes and --parts decode.
+Needs a CUDA device and no tokenizer. Each model runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import gc
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,7 +43,7 @@ from termgen.vocabulary.events import EventRing, StepRecord
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
-PARTS = ("decode", "job", "prefill", "start", "sampling")
+PARTS = ("decode", "job", "prefill", "start", "sampling", "modes")
 SAMPLING: dict[str, dict[str, Any]] = {
     "plain": {},
     "repetition_penalty 1.1": {"repetition_penalty": 1.1},
@@ -51,7 +54,13 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "logprobs 20": {"logprobs": 20},
 }
 SAMPLING["all of these"] = dict(ChainMap(*reversed(SAMPLING.values())))
-SAMPLING_ROUNDS = 3
+ROUNDS = 3
+MODES = ("full_and_piecewise", "full", "full_decode_only")
+LOADS = {
+    "chat": {"running": 32, "prompt": (32, 256), "output": (16, 64), "requests": 400},
+    "document": {"running": 16, "prompt": (256, 1500), "output": (32, 128), "requests": 120},
+}
+MODE_OPTIONS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "kv_cache_gib": 6.0}
 OPTION: dict[str, Any] = {
     "action": "append",
     "default": [],
@@ -63,14 +72,16 @@ PROMPT, STEPS, WARM_STEPS = 512, 192, 16
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    default = [name for name in REAL if name != "qwen3-30b-a3b"]
-    parser.add_argument("--models", nargs="+", choices=REAL, default=default)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
+    parser.add_argument("--models", nargs="+", choices=REAL, default=list(REAL))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:4]))
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--option", **OPTION)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--start", nargs=2, metavar=("FOLDER", "BORN"), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "modes" in args.parts and len(args.parts) > 1:
+        parser.error("--parts modes: has engines of its own, so name it alone")
+    return args
 
 
 def engine_options(items: list[str]) -> dict[str, Any]:
@@ -166,7 +177,7 @@ def sampling_cells(engine: SyncEngine, batches: list[int]) -> list[dict[str, Any
     cells = []
     for batch in batches:
         runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in SAMPLING}
-        for kind in [*SAMPLING] * SAMPLING_ROUNDS:
+        for kind in [*SAMPLING] * ROUNDS:
             gc.collect()
             runs[kind].append(decode_cell(engine, batch, **SAMPLING[kind]))
         for kind, found in runs.items():
@@ -193,10 +204,66 @@ def prefill(engine: SyncEngine) -> tuple[float, dict[str, float]]:
     return 32 * 2048 / seconds, graphs
 
 
+def run_load(engine: SyncEngine, load: dict[str, Any]) -> dict[str, Any]:
+    rng = random.Random(0)
+    ring: EventRing = engine.core.bus.subscribe()
+    added_at: dict[str, float] = {}
+    first: dict[str, float] = {}
+    steps: list[StepRecord] = []
+    num_tokens = running = started = 0
+    begin = time.perf_counter()
+    while started < load["requests"] or engine.has_unfinished:
+        while running < load["running"] and started < load["requests"]:
+            prompt, output = rng.randint(*load["prompt"]), rng.randint(*load["output"])
+            added_at[str(started)] = time.perf_counter()
+            add(engine, started, prompt, output)
+            started, running = started + 1, running + 1
+        deltas = engine.step()
+        now = time.perf_counter()
+        for delta in deltas:
+            num_tokens += len(delta.token_ids)
+            first.setdefault(delta.request_id, now)
+            running -= delta.finish_reason is not None
+        steps += [r for r in ring.drain() if isinstance(r, StepRecord)]
+    seconds = time.perf_counter() - begin
+    engine.core.bus.unsubscribe(ring)
+    mixed = [s for s in steps if s.num_prefill_tokens]
+    recorded = Counter(s.graph_mode for s in mixed)
+    return {
+        "tokens_per_s": num_tokens / seconds,
+        "ttft_ms": statistics.mean(first[i] - added_at[i] for i in first) * 1e3,
+        "mixed_share": len(mixed) / len(steps),
+        "tokens_in_mixed": statistics.median(
+            s.num_prefill_tokens + s.num_decode_rows for s in mixed
+        ),
+        "recorded": {mode: n / len(mixed) for mode, n in sorted(recorded.items())},
+    }
+
+
+def modes(model: Path) -> list[dict[str, Any]]:
+    """Each mode under each load: the median of some rounds, in turns."""
+    fixed = {"enable_prefix_caching": False, **MODE_OPTIONS}
+    engines = {mode: make_engine(model, cudagraph_mode=mode, **fixed) for mode in MODES}
+    cells = []
+    for load_name, load in LOADS.items():
+        rounds: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+        for mode in [*MODES] * (ROUNDS + 1):
+            gc.collect()
+            rounds[mode].append(run_load(engines[mode], load))
+        for mode, found in rounds.items():  # the first round warms up
+            middle = sorted(found[1:], key=lambda f: f["tokens_per_s"])[ROUNDS // 2]
+            cells.append({"load": load_name, "mode": mode, **middle})
+    for engine in engines.values():
+        engine.shutdown()
+    return cells
+
+
 def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        options = engine_options(args.option)
-        engine = make_engine(write_config(Path(folder), name), **{**FULL, **options})
+        options, model = engine_options(args.option), write_config(Path(folder), name)
+        if args.parts == ["modes"]:
+            return {"modes": modes(model)}
+        engine = make_engine(model, **{**FULL, **options})
         kv_bytes = 2 if options.get("kv_cache_dtype", "auto") == "auto" else 1
         result: dict[str, Any] = {"model": name, "decode": []}
         for _ in range(2):  # clocks, allocator
@@ -272,6 +339,7 @@ def print_result(result: dict[str, Any]) -> None:
         if part in result
     )
     print_rows(result["start"])
+    print_rows(result["modes"])
 
 
 def main() -> None:
@@ -285,7 +353,7 @@ def main() -> None:
         return
     results = []
     for name in args.models:
-        result: dict[str, Any] = {"model": name, "decode": [], "start": []}
+        result: dict[str, Any] = {"model": name, "decode": [], "start": [], "modes": []}
         if set(args.parts) - {"start"}:
             command = [sys.executable, *sys.argv, "--child", "--models", name]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

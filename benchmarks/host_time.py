@@ -42,9 +42,7 @@ def make_scheduler(batch_size: int, context: int, steps: int) -> Scheduler:
         enable_prefix_caching=True,
     )
     config = SchedulerConfig(
-        max_num_seqs=batch_size,
-        max_num_batched_tokens=PREFILL_TOKENS,
-        max_model_len=max_model_len,
+        max_num_seqs=batch_size, max_num_batched_tokens=PREFILL_TOKENS, max_model_len=max_model_len
     )
     scheduler = Scheduler(config, kv)
     rng = np.random.default_rng(0)

@@ -63,16 +63,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3 | _shape(1024, 3072, 28, heads=(16, 8, 128), tied=True),
     "llama-3.2-1b": _LLAMA3 | _shape(2048, 8192, 16, heads=(32, 8, 64), tied=True),
     "llama-3.1-8b": _LLAMA3 | _shape(4096, 14336, 32, heads=(32, 8, 128), tied=False),
-    "qwen3-30b-a3b": {  # 57 GiB of weights in a 16-bit type
-        **_QWEN3,
-        **_shape(2048, 6144, 48, heads=(32, 4, 128), tied=False),
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "norm_topk_prob": True,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
 }
 READ_BYTES_PER_SECOND = 3.0e12
 """Sustained read rate of one H100; the floor below divides by it."""
@@ -105,23 +95,12 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
 
 
-def experts_in_use(num_experts: int, chosen: int, num_tokens: int) -> float:
-    """The expected number of experts in use when each token chooses at random: num_experts * (1 -
-    p), where p = (1 - chosen / num_experts) ** num_tokens is the probability that no token chose
-    one."""
-    return num_experts * (1 - (1 - chosen / num_experts) ** num_tokens)
-
-
 def floor_ms(name: str, batch_size: int, context: int, *, kv_bytes: int = 2) -> float:
     """Milliseconds to read the weights once, in a 16-bit type, and the keys and values that every
-    row sees, of `kv_bytes` each. Only the experts that a batch of random choices uses on average
-    count."""
+    row sees, of `kv_bytes` each."""
     c = MODELS[name]
     hidden, inner, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
     heads, kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-    if "num_experts" in c:
-        num, chosen = c["num_experts"], c["num_experts_per_tok"]
-        inner = c["moe_intermediate_size"] * experts_in_use(num, chosen, batch_size)
     layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * inner
     weights = 2 * (layers * layer + hidden * c["vocab_size"])
     kv = batch_size * layers * context * 2 * kv_heads * dim * kv_bytes

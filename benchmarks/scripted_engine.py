@@ -112,12 +112,7 @@ class ScriptedEngine(FakeEngine):
             self.ended_at = time.perf_counter()
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        **_: Any,
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, **_: Any
     ) -> AsyncGenerator[TokenDelta, None]:
         row = _Row(request_id or str(id(params)), params.max_tokens or 1)
         self._rows[row.request_id] = row

@@ -230,10 +230,7 @@ async def dropping(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, A
 
 async def generator_round(streams: int, seconds: float) -> dict[str, Any]:
     engine = ScriptedEngine(GENERATOR_STEP_S)
-    async with (
-        serving(engine, max_queue=0) as server,
-        ServerApi(server.url, api_key=None) as api,
-    ):
+    async with serving(engine, max_queue=0) as server, ServerApi(server.url, api_key=None) as api:
         options = ServeOptions(
             base_url=server.url,
             num_prompts=streams,
