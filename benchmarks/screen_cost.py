@@ -1,12 +1,14 @@
 """The cost of a screen for the engine: on and off in turns, on a real terminal of 120 x 40.
 
-    python benchmarks/screen_cost.py [--engine simulated|smollm2] [--parts NAME ...]
+    python benchmarks/screen_cost.py [--engine simulated|smollm2|gpu|tiny] [--parts NAME ...]
 
 dashboard-4, dashboard-10   the dashboard in the engine's process, at 4 and at 10 Hz
 chat                        an answer at 200 tokens/s in the chat
 stalled                     the dashboard at 10 Hz on a terminal that is not read
 attached                    `termgen top` at 4 Hz in a process of its own; the server is there
                             without it too
+sse                         as many streams through the server, read by another process, against
+                            tasks that read in this one
 beside-4, beside-10         a frame of each page, beside the engine
 pages-4, pages-10           a frame of each page, beside an engine that computes nothing
 memory                      an hour of steps of 5 ms with 64 requests through the dashboard
@@ -16,9 +18,10 @@ events                      processor time of each thread that feeds a screen in
 
 The simulated engine is the real one over a device that computes nothing: steps of 1 ms, 64
 requests, 100,000 KV blocks; `--run-ahead-ms 0` keeps two steps in flight. smollm2 is the real model
-on this machine's cores, with 4 requests, which share them with the screen.
+on this machine's cores, with 4 requests, which share them with the screen. gpu is qwen3-0.6b's
+shapes with random weights and 64 requests of 512 tokens, tiny a tiny model instead, on a CPU.
 
-The first five parts report the share of its speed that the engine keeps with the screen, mean, 99th
+The first six parts report the share of its speed that the engine keeps with the screen, mean, 99th
 percentile and longest step with and without it, and the device's idle time. A dashboard frame is
 reported in processor time of the screen's thread, with drawing apart, and in bytes sent to the
 terminal.
@@ -41,6 +44,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_async
 import screen_events
 from frame_cost import FrameCosts, figures
 from front_ends import (
@@ -49,6 +53,7 @@ from front_ends import (
     Terminal,
     Watch,
     app_of,
+    clients,
     dashboard,
     in_turns,
     print_turns,
@@ -74,7 +79,7 @@ from termgen.vocabulary.telemetry import (
     encode_snapshot,
 )
 
-TURNS = ("dashboard-4", "dashboard-10", "chat", "stalled", "attached")
+TURNS = ("dashboard-4", "dashboard-10", "chat", "stalled", "attached", "sse")
 PARTS = (*TURNS, "beside-4", "beside-10", "pages-4", "pages-10", "memory", "events")
 READ_EVERY_S = 0.25
 """64 tasks that wake up in every step of 1 ms would take the whole loop, with a screen and
@@ -85,6 +90,26 @@ VOCAB = 2048
 EVENTS_HZ = 4
 LEAST_FRAMES = 4
 """Few frames are drawn when other processes keep the cores busy."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Defaults of an engine. Prompts and answers fit its context."""
+
+    streams: int
+    prompt: int
+    max_tokens: int
+    parts: tuple[str, ...]
+    read_every_s: float = 0.0
+
+
+ON_GPU = ("dashboard-10", "stalled", "sse")
+ENGINES = {
+    "simulated": Kind(64, 32, 24_000, tuple(p for p in PARTS if p != "sse"), READ_EVERY_S),
+    "smollm2": Kind(4, 32, 3000, (*TURNS[:2], *TURNS[3:5]), READ_EVERY_S),
+    "gpu": Kind(64, 512, 15_000, ON_GPU),
+    "tiny": Kind(4, 16, 15_000, ON_GPU),
+}
 
 
 @dataclass(frozen=True)
@@ -99,27 +124,29 @@ class Bench:
         engine = await AsyncEngine.start(self.config)
         try:
             if part in TURNS:
-                return await self._turns(engine, part)
+                return await self.turns(engine, part)
             if name == "beside":
                 return await self._pages_beside(engine, float(hz))
             return await self._events(engine)
         finally:
             await engine.shutdown()
 
-    async def _turns(self, engine: AsyncEngine, part: str) -> list[dict[str, Any]]:
+    async def turns(self, engine: AsyncEngine, part: str) -> list[dict[str, Any]]:
         async with AsyncExitStack() as stack:
             terminal = stack.enter_context(Terminal())
-            front: Callable[[], Any] = partial(FRONTS[part], engine, terminal)
-            if part == "attached":
+            front: Callable[[], Any] = partial(FRONTS.get(part, dashboard), engine, terminal)
+            if part in ("attached", "sse"):
                 server = await stack.enter_async_context(serving(engine))
                 front = partial(attached, server.url, terminal)
+            if part == "sse":
+                front = partial(clients, server, self.sizes)
             costs = stack.enter_context(FrameCosts().counting())
             cells = await in_turns(
                 engine,
                 replace(self.sizes, streams=1) if part == "chat" else self.sizes,
                 front,
                 settle_s=SETTLES_S.get(part),
-                sends=part == "chat",
+                sends=part in ("chat", "sse"),
                 costs=costs,
             )
         print_turns(part, cells)
@@ -222,24 +249,22 @@ FRONTS: dict[str, Callable[..., Any]] = {
     "dashboard-10": dashboard,
     "chat": chat,
     "stalled": stalled,
-    "attached": attached,
 }
 
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--engine", choices=("simulated", "smollm2"), default="simulated")
+    parser.add_argument("--engine", choices=ENGINES, default="simulated")
     parser.add_argument("--parts", nargs="+", choices=PARTS)
-    parser.add_argument("--streams", type=int, help="requests (default: 64; smollm2: 4)")
+    parser.add_argument("--streams", type=int, help="requests (default: 64; on a CPU 4)")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a cell")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of cells")
     parser.add_argument("--run-ahead-ms", type=float, default=20.0)
     args = parser.parse_args()
-    is_simulated = args.engine == "simulated"
-    args.streams = args.streams or (64 if is_simulated else 4)
-    if args.parts is None:
-        args.parts = [part for part in PARTS if is_simulated or part not in ("chat", "events")]
-    elif not is_simulated and "chat" in args.parts:
+    fixed = ENGINES[args.engine]
+    args.parts = args.parts or [part for part in PARTS if part in fixed.parts]
+    args.streams = args.streams or fixed.streams
+    if args.engine == "smollm2" and "chat" in args.parts:
         parser.error("--parts chat: an answer of the real model ends before it can be measured")
     return args
 
@@ -247,6 +272,10 @@ def parse_args() -> argparse.Namespace:
 def config_of(args: argparse.Namespace, folder: Path) -> EngineConfig:
     if args.engine == "smollm2":
         return EngineConfig(model="smollm2-135m", device="cpu", max_model_len=4096, max_num_seqs=8)
+    if args.engine in ("gpu", "tiny"):
+        device = "cuda" if args.engine == "gpu" else "cpu"
+        options = {"run_ahead_ms": args.run_ahead_ms, "max_model_len": 16_384}
+        return gpu_async.engine_config(folder, device, options)
     target = write_config(folder, vocab=VOCAB)
     chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     settings_file = target / "tokenizer_config.json"
@@ -271,15 +300,15 @@ def run_part(name: str, config: EngineConfig, args: argparse.Namespace) -> Any:
         found = asyncio.run(screen_events.pages_cost(float(name.removeprefix("pages-"))))
         print_rows({"page": page, **frame} for page, frame in found.items())
         return found
-    is_simulated = args.engine == "simulated"
+    is_simulated, kind = args.engine == "simulated", ENGINES[args.engine]
     sizes = FrontSizes(
         streams=args.streams,
-        prompt=32,
+        prompt=kind.prompt,
         seconds=args.seconds,
         rounds=args.rounds,
-        max_tokens=24_000 if is_simulated else 3000,
+        max_tokens=kind.max_tokens,
         vocab=VOCAB,
-        read_every_s=READ_EVERY_S,
+        read_every_s=kind.read_every_s,
     )
     if name == "chat":
         config = replace(config, skip_tokenizer_init=False)

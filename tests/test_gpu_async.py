@@ -1,4 +1,5 @@
-"""benchmarks/gpu_async.py runs from end to end on a CPU with a tiny model; its sums are right."""
+"""benchmarks/gpu_async.py and the front ends of benchmarks/screen_cost.py run from end to end on a
+CPU with a tiny model; their sums are right."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[tuple[ModuleType, ModuleType, ModuleType]]:
-    """gpu_async, async_engine_parts, front_ends."""
+    """gpu_async, async_engine_parts, screen_cost."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         import async_engine_parts
-        import front_ends
         import gpu_async
+        import screen_cost
 
-        yield gpu_async, async_engine_parts, front_ends
+        yield gpu_async, async_engine_parts, screen_cost
     finally:
         sys.path.remove(str(BENCHMARKS))
 
@@ -93,16 +94,19 @@ async def test_the_screens_parts_run_and_are_printed(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu_async, _, parts = modules
-    monkeypatch.setattr(parts, "STALLED_S", 0.3)
-    monkeypatch.setattr(parts, "SETTLE_S", 0.1)
-    sizes = parts.FrontSizes(streams=2, prompt=8, seconds=0.2, rounds=1, max_tokens=4000, vocab=512)
-    engine = await AsyncEngine.start(config(long_llama_dir))
+    import front_ends
+
+    monkeypatch.setitem(modules[2].SETTLES_S, "stalled", 0.3)
+    monkeypatch.setattr(front_ends, "SETTLE_S", 0.1)
+    sizes = front_ends.FrontSizes(
+        streams=2, prompt=8, seconds=0.2, rounds=1, max_tokens=4000, vocab=512
+    )
+    bench = modules[2].Bench(config(long_llama_dir), sizes)
+    engine = await AsyncEngine.start(bench.config)
     try:
         async with asyncio.timeout(240):
             found = {
-                part: await gpu_async.screen_part(part, engine, sizes)
-                for part in ("dashboard", "terminal", "sse")
+                part: await bench.turns(engine, part) for part in ("dashboard-10", "stalled", "sse")
             }
         assert (await engine.snapshot()).num_used_blocks == 0
     finally:
@@ -110,8 +114,7 @@ async def test_the_screens_parts_run_and_are_printed(
     for cells in found.values():
         assert [cell["on"] for cell in cells] == [False, True]
         assert all(cell["tokens_per_s"] > 0 for cell in cells)
-    assert found["dashboard"][1]["frames_per_s"] > 0
-    gpu_async.print_found(found)
+    assert found["dashboard-10"][1]["frames_per_s"] > 0
     assert capsys.readouterr().out.count("medians without and with") == 3
 
 
