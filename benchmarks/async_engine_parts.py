@@ -246,23 +246,17 @@ def host(core: EngineCore, sizes: Sizes, ms: float) -> dict[str, Any]:
     Cells alternate, and the quickest run of each counts: other processes can only add to it, and on
     a shared machine they double it for seconds.
     """
-    found: dict[int, list[dict[str, float]]] = {batch: [] for batch in sizes.host_batches}
+    found: dict[int, list[float]] = {batch: [] for batch in sizes.host_batches}
     for _ in range(sizes.rounds):
         for batch, runs in found.items():
             with Decode(core, batch, sizes, depth("ahead", ms)) as decode:
                 records = decode.run()
-            phases = ("host_us", "schedule_us", "launch_us", "apply_us")
-            cell = {name: statistics.median(getattr(r, name) for r in records) for name in phases}
-            runs.append({**cell, "host_mean_us": statistics.mean(r.host_us for r in records)})
-    cells = []
-    for batch, runs in found.items():
-        means = [run["host_mean_us"] for run in runs]
-        best = runs[means.index(min(means))]
-        others = {"median_us": statistics.median(means), "slowest_us": max(means)}
-        cells.append({"batch": batch, **best, **others})
-    slope, start = np.polyfit(
-        [cell["batch"] for cell in cells], [cell["host_mean_us"] for cell in cells], 1
-    )
+            runs.append(statistics.mean(r.host_us for r in records))
+    cells = [
+        {"batch": b, "us": min(runs), "median_us": statistics.median(runs), "most_us": max(runs)}
+        for b, runs in found.items()
+    ]
+    slope, start = np.polyfit([cell["batch"] for cell in cells], [cell["us"] for cell in cells], 1)
     return {"cells": cells, "a_us": float(start), "b_us": float(slope)}
 
 

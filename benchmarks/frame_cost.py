@@ -16,14 +16,12 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from loop_watch import timed_callbacks
+from machine import timed_callbacks
 from textual._context import active_app
 
 from termgen.tui.app import PatientDriver
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.state.event_reader import EventReader
-from termgen.tui.dashboard.state.store import DashboardStore
-from termgen.vocabulary.events import EngineEvent
 
 
 @dataclass(slots=True)
@@ -32,7 +30,6 @@ class FrameCost:
 
     all_ns: int = 0
     intake_ns: int = 0
-    num_events: int = 0
     num_bytes: int = 0
 
 
@@ -44,7 +41,7 @@ class FrameCosts:
 
     @contextmanager
     def counting(self) -> Iterator[FrameCosts]:
-        drain, apply, write = EventReader._drain, DashboardStore.apply, PatientDriver.write
+        drain, write = EventReader._drain, PatientDriver.write
         refresh_view = DashboardScreen.refresh_view
 
         def timed_drain(intake: EventReader) -> bool:
@@ -52,10 +49,6 @@ class FrameCosts:
             came = drain(intake)
             self.frames[-1].intake_ns += time.thread_time_ns() - began_ns
             return came
-
-        def counted_apply(store: DashboardStore, events: list[EngineEvent]) -> None:
-            self.frames[-1].num_events += len(events)
-            apply(store, events)
 
         async def marked_refresh(screen: DashboardScreen) -> None:
             self.frames.append(FrameCost())
@@ -69,7 +62,6 @@ class FrameCosts:
             stack.enter_context(timed_callbacks(self._add))
             for owner, name, new in (
                 (EventReader, "_drain", timed_drain),
-                (DashboardStore, "apply", counted_apply),
                 (DashboardScreen, "refresh_view", marked_refresh),
                 (PatientDriver, "write", counted_write),
             ):
@@ -88,11 +80,9 @@ def figures(frames: Sequence[FrameCost]) -> dict[str, float]:
     frame_ms = np.array([f.all_ns for f in frames]) / 1e6
     draw_ms = np.array([f.all_ns - f.intake_ns for f in frames]) / 1e6
     num_bytes = np.array([f.num_bytes for f in frames])
-    intake_us = sum(f.intake_ns for f in frames) / 1e3
     return {
         "frame_ms": float(frame_ms.mean()),
         "draw_ms": float(draw_ms.mean()),
         "draw_max_ms": float(draw_ms.max()),
-        "intake_us_per_event": intake_us / max(1, sum(f.num_events for f in frames)),
         "bytes": float(num_bytes.mean()),
     }

@@ -1,6 +1,6 @@
 """Bandwidth of decode attention and rate of prefill attention, by kernel configuration.
 
-    python benchmarks/gpu_attention.py [--part decode|prefill] [--kv-cache-dtype fp8]
+    python benchmarks/gpu_attention.py [--part decode|prefill]
 
 Each call of a timed chain reads a cache of its own, more than the L2 holds in all, inside one CUDA
 graph, with the engine's own configuration. Wrong results are reported instead of times.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,36 +24,31 @@ from termgen.engine.device.kernels.attention import (
 )
 from termgen.engine.device.kernels.attention.decode_plan import DecodeConfig, DecodeWorkspace
 from termgen.engine.device.kernels.attention.prefill_plan import PrefillConfig
-from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 
 HEADS = {"qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64), "llama-3.1-8b": (32, 8, 128)}
 DECODE = [[600], [600] * 8, [600] * 32, [850] * 128, [600] * 256, [8192] * 8, [32768] + [512] * 31]
 PREFILL = [([2048] * 8, 2048), ([512] * 8, 512), ([8192], 8192), ([32768], 32768), ([32768], 2048)]
 """Contexts, and the new tokens at the end of each."""
 DTYPE = torch.bfloat16
+BLOCK = 64  # tokens of a KV block
 CHAIN_BYTES = 200 * 2**20
 
 
-def decode_config(head_dim: int, kv_dtype: torch.dtype) -> DecodeConfig:
-    return decode_plan.default_config(head_dim, DTYPE, kv_dtype)
-
-
-def prefill_config(
-    head_dim: int, group: int, kv_dtype: torch.dtype, block_size: int
-) -> PrefillConfig:
+def prefill_config(heads: tuple[int, int, int]) -> PrefillConfig:
+    """The engine's own."""
+    kinds: dict[str, Any] = {
+        "head_dim": heads[2],
+        "dtype": DTYPE,
+        "kv_cache_dtype": DTYPE,
+        "block_size": BLOCK,
+    }
     return prefill_plan.default_config(
-        head_dim,
+        heads[2],
         DTYPE,
-        group=group,
+        group=heads[0] // heads[1],
         max_query_len=4096,
-        block_size=block_size,
-        can_specialise=prefill_plan.can_specialise(
-            torch.device("cuda"),
-            head_dim=head_dim,
-            dtype=DTYPE,
-            kv_cache_dtype=kv_dtype,
-            block_size=block_size,
-        ),
+        block_size=BLOCK,
+        can_specialise=prefill_plan.can_specialise(torch.device("cuda"), **kinds),
     )
 
 
@@ -64,12 +60,10 @@ class Batch:
         lengths: list[int],
         new: list[int],
         heads: tuple[int, int, int],
-        kv_dtype: torch.dtype,
-        block_size: int,
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = heads
         self.lengths, self.new = lengths, new
-        blocks = [-(-n // block_size) for n in lengths]
+        blocks = [-(-n // BLOCK) for n in lengths]
         order = (torch.randperm(sum(blocks)) + 1).to(torch.int32)
         table = torch.zeros((len(lengths), max(blocks)), dtype=torch.int32)
         for row, part in enumerate(order.split(blocks)):
@@ -79,11 +73,11 @@ class Batch:
         starts = torch.tensor([0, *new]).cumsum(0).to(torch.int32)
         self.starts = starts.cuda()
         self.q = torch.randn(sum(new), *heads[::2], device="cuda").to(DTYPE)
-        memory = (1 + sum(blocks), heads[1], 2, block_size, heads[2])
-        self.kv_bytes = 2 * sum(lengths) * heads[1] * heads[2] * kv_dtype.itemsize
+        memory = (1 + sum(blocks), heads[1], 2, BLOCK, heads[2])
+        self.kv_bytes = 2 * sum(lengths) * heads[1] * heads[2] * DTYPE.itemsize
         copies = max(2, min(64, CHAIN_BYTES // self.kv_bytes + 1))
         self.caches = [
-            torch.randn(memory, device="cuda").to(kv_dtype).permute(0, 3, 2, 1, 4)
+            torch.randn(memory, device="cuda").to(DTYPE).permute(0, 3, 2, 1, 4)
             for _ in range(copies)
         ]
         self.scale = heads[2] ** -0.5
@@ -191,23 +185,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--part", choices=("decode", "prefill"))
     parser.add_argument("--models", nargs="+", choices=HEADS, default=list(HEADS))
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
-    parser.add_argument("--block-size", type=int, default=64, help="tokens of a KV block")
     args = parser.parse_args()
-    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, DTYPE)
     torch.manual_seed(0)
     for model in args.models:
         heads = HEADS[model]
         for lengths in DECODE if args.part != "prefill" else []:
-            batch = Batch(lengths, [1] * len(lengths), heads, kv_dtype, args.block_size)
-            us = time_decode(batch, config := decode_config(heads[2], kv_dtype))
+            batch = Batch(lengths, [1] * len(lengths), heads)
+            us = time_decode(batch, config := decode_plan.default_config(heads[2], DTYPE, DTYPE))
             report(shape_name(model, lengths), config, us, batch.kv_bytes / 1e6, "TB/s")
             del batch
         for lengths, new in PREFILL if args.part != "decode" else []:
-            batch = Batch(lengths, [new] * len(lengths), heads, kv_dtype, args.block_size)
+            batch = Batch(lengths, [new] * len(lengths), heads)
             pairs = sum(new * (n - new) + new * new / 2 for n in lengths)
             flops = 4 * pairs * heads[0] * heads[2]
-            own = prefill_config(heads[2], heads[0] // heads[1], kv_dtype, args.block_size)
+            own = prefill_config(heads)
             name = shape_name(model, lengths) + (f" last {new}" if new < lengths[0] else "")
             report(name, own, time_prefill(batch, own), flops / 1e6, "TFLOP/s")
             del batch

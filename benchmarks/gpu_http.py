@@ -25,13 +25,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import parser_of, write_report
+from machine import parser_of, print_rows, write_report
 from made_up_models import MODELS, REAL, write_config
 from servers import ServerProcess
 
 LOADS = {"qwen3-0.6b": ("256", "40/s", "1"), "llama-3.1-8b": ("256", "12/s", "30/s", "1")}
 FIGURES = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")
-HEAD = f"{'':13} {'load':>5} {'tok/s':>11}{'ttft p50':>11}{'p99':>11}{'itl p50':>11}{'p99':>11}"
 
 
 def parse_args() -> argparse.Namespace:
@@ -69,21 +68,13 @@ def measure(server: ServerProcess, load: str, scale: float) -> dict[str, Any]:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=client)
         figures = json.loads(report.read_text())
     assert not figures["failed"], f"{figures['failed']} requests failed"
-    return {name: figures[name] for name in (*FIGURES, "client")}
-
-
-def print_cell(cell: dict[str, Any]) -> None:
-    values = "".join(f"{cell[name]:11,.1f}" for name in FIGURES)
-    client = cell["client"]
-    busy = f"client {client['cpu_share']:.0%}, late {client['p99_loop_lag_ms']:.0f} ms"
-    print(f"{cell['model']:<13} {cell['load']:>5} {values}  {busy}  {cell['serve']}", flush=True)
+    return {name: figures[name] for name in FIGURES} | figures["client"]
 
 
 def main() -> None:
     args = parse_args()
     is_tiny = args.device == "cpu"
     cells = []
-    print(HEAD)
     with tempfile.TemporaryDirectory() as folder:
         for name in ["tiny"] if is_tiny else args.models:
             path = write_config(Path(folder), name, vocab=MODELS[name]["vocab_size"])
@@ -93,7 +84,7 @@ def main() -> None:
                     for load in args.loads or LOADS.get(name, ("256", "40/s", "1")):
                         found = measure(server, load, 0.1 if is_tiny else 1.0)
                         cells.append({"model": name, "load": load, "serve": settings, **found})
-                        print_cell(cells[-1])
+                        print_rows(cells[-1:])
     write_report(args, cells)
 
 

@@ -29,8 +29,7 @@ from typing import Any
 
 from hostile_kinds import ALL, CONNECTIONS, KINDS, bytes_of
 from load_client import Clients, Streamed, chat_body
-from loop_watch import LoopWatch
-from machine import machine_facts, parser_of, percentiles, print_rows, write_report
+from machine import LoopWatch, machine_facts, parser_of, percentiles, print_rows, write_report
 from servers import port_of, serving
 from simulated_gpu import Simulation, installed
 
@@ -52,7 +51,6 @@ class Kind:
     windows: dict[bool, list[tuple[int, int]]]
     """(from, to) of each window, by whether the load was hostile."""
     held_ms: float = 0.0
-    held_by: str = ""
     answers: dict[str, int] = field(default_factory=dict)
     quiet: dict[str, float] = field(default_factory=dict)
     hostile: dict[str, float] = field(default_factory=dict)
@@ -148,7 +146,7 @@ async def measure(kind: Kind, hostile: Process, watch: LoopWatch, args: argparse
         for answer, count in json.loads(await hostile.stdout.readline()).items():
             kind.answers[answer] = kind.answers.get(answer, 0) + count
         if watch.longest_ns > kind.held_ms * 1e6:
-            kind.held_ms, kind.held_by = watch.longest_ns / 1e6, watch.longest
+            kind.held_ms = watch.longest_ns / 1e6
 
 
 def gaps_within(answers: list[Streamed], windows: list[tuple[int, int]]) -> dict[str, float]:

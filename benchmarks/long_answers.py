@@ -23,7 +23,7 @@ import gc
 from types import SimpleNamespace
 from typing import Any
 
-from loop_watch import LoopWatch
+from machine import LoopWatch
 from textual.app import App, ComposeResult
 
 from termgen.system.cpu_slices import share_lock_quickly

@@ -1,16 +1,27 @@
-"""The machine of a benchmark, its arguments and its report. Imports nothing heavy."""
+"""The machine of a benchmark, the memory of its processes and the time of its event loops; its
+arguments and its report. Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+ARENA_BYTES = 64 << 20
+"""glibc keeps the memory of all threads but the first in regions of this size and alignment."""
+
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+) *(.*)")
 PACKAGES = ("termgen", "torch", "transformers", "numpy", "xllamacpp", "accelerate")
 
 
@@ -96,3 +107,96 @@ def _text(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# -- an event loop ------------------------------------------------------------------------------
+
+
+@contextmanager
+def timed_callbacks(on_callback: Callable[[Any, int], object]) -> Iterator[None]:
+    """Report every handle that any loop of this process runs, with its nanoseconds."""
+    handle: Any = asyncio.Handle
+    run, clock = handle._run, time.thread_time_ns
+
+    def timed(this: Any) -> None:
+        before = clock()
+        run(this)
+        on_callback(this, clock() - before)
+
+    handle._run = timed
+    try:
+        yield
+    finally:
+        handle._run = run
+
+
+class LoopWatch:
+    """The longest callback since the last `reset`."""
+
+    longest_ns = 0
+
+    def reset(self) -> None:
+        self.longest_ns = 0
+
+    def watching(self) -> AbstractContextManager[None]:
+        return timed_callbacks(self._see)
+
+    def _see(self, handle: Any, spent_ns: int) -> None:
+        self.longest_ns = max(self.longest_ns, spent_ns)
+
+
+# -- memory, as Linux counts it, without help from the watched process ----------------------------
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that this one has started, and theirs."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # the thread has ended meanwhile
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found + [grandchild for child in found for grandchild in descendants(child)]
+
+
+def resident_kib(pid: int) -> dict[str, int]:
+    """`rss`, `pss` (shared pages by their share) and `anonymous`; empty when it has ended."""
+    wanted = {"Rss": "rss", "Pss": "pss", "Anonymous": "anonymous"}
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        fields = (line.split() for line in lines)
+        return {wanted[f[0][:-1]]: int(f[1]) for f in fields if f[0][:-1] in wanted}
+    return {}
+
+
+def resident_mib() -> float:
+    """Resident memory of this process."""
+    return resident_kib(os.getpid())["rss"] / 1024
+
+
+def resident_by_kind(pid: int) -> dict[str, int]:
+    """Resident KiB by kind of mapping, and the number of arenas.
+
+    `heap` is C code's memory in the first thread, `arenas` that in the others; `blocks` are large
+    pieces: tensors, Python's arenas, threads' stacks. `files` are programs and model files.
+    """
+    totals = dict.fromkeys(("heap", "arenas", "blocks", "files", "num_arenas"), 0)
+    for kind, is_arena, kib in _mappings(pid):
+        totals[kind] += kib
+        totals["num_arenas"] += is_arena
+    return totals
+
+
+def _mappings(pid: int) -> Iterator[tuple[str, bool, int]]:
+    kind, is_arena = "blocks", False
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            if found := _MAPPING.match(line):
+                begin, _, _, inode, path = found.groups()
+                # A region of its own: the kernel joins neighbours only if their rights are equal,
+                # and the unused part of an arena has none.
+                is_arena = not int(inode) and not path and int(begin, 16) % ARENA_BYTES == 0
+                kind = "arenas" if is_arena else "heap" if path == "[heap]" else "blocks"
+                if int(inode):
+                    kind = "files"
+            elif line.startswith("Rss:"):
+                yield kind, is_arena, int(line.split()[1])

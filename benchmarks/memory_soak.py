@@ -29,9 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import machine_facts, print_rows
+from machine import descendants, machine_facts, print_rows, resident_by_kind, resident_kib
 from made_up_models import write_config
-from process_memory import descendants, resident_by_kind, resident_kib
 from servers import ServerProcess, post
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 from frame_cost import FrameCosts, figures
 from front_ends import Terminal, dashboard, dashboard_app
-from process_memory import resident_kib
+from machine import resident_mib
 
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.dashboard_keys import PAGES
@@ -149,10 +148,6 @@ class EventfulEngine(FakeEngine):
         return RequestView(
             request_id, "decode", 100, 0, 100 + done, 1 + done, blocks, 1, age_s, 0, 0
         )
-
-
-def resident_mib() -> float:
-    return resident_kib(os.getpid())["rss"] / 1024
 
 
 async def hour_of_events() -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import parser_of, write_report
+from machine import parser_of, resident_mib, write_report
 from made_up_models import write_config
 
 from termgen.config import EngineConfig
@@ -128,12 +127,6 @@ class Soak:
         return held
 
 
-def rss_mib() -> float:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 async def soak(
     config: EngineConfig, *, requests: int, at_once: int, seed: int, samples: int
 ) -> dict[str, Any]:
@@ -141,7 +134,7 @@ async def soak(
     try:
         run = Soak(engine, seed)
         numbers = iter(range(requests))
-        done, began, memory = 0, time.monotonic(), [(0, rss_mib())]
+        done, began, memory = 0, time.monotonic(), [(0, resident_mib())]
 
         async def one_reader() -> None:
             nonlocal done
@@ -149,7 +142,7 @@ async def soak(
                 await run.ask(index)
                 done += 1
                 if done % max(1, requests // samples) == 0:
-                    memory.append((done, rss_mib()))
+                    memory.append((done, resident_mib()))
                     print(f"{done:7d} requests  RSS {memory[-1][1]:7.1f} MiB", file=sys.stderr)
 
         await asyncio.gather(*(one_reader() for _ in range(at_once)))

@@ -11,8 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import machine
 import memory_soak
-import process_memory
 from memory_soak import Requests, is_flat, verdict
 
 PROGRAM = """
@@ -60,18 +60,18 @@ def test_a_process_is_seen_with_its_children() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdin is not None
         child = int(process.stdout.readline())
-        assert process_memory.descendants(process.pid) == [child]
-        whole, kinds = (read(process.pid) for read in (resident, process_memory.resident_by_kind))
+        assert machine.descendants(process.pid) == [child]
+        whole, kinds = (read(process.pid) for read in (resident, machine.resident_by_kind))
         assert whole["rss"] >= whole["anonymous"] >= 64 << 10
         parts = sum(kinds[kind] for kind in ("heap", "arenas", "blocks", "files"))
         assert abs(parts - whole["rss"]) < 2 << 10
         assert kinds["blocks"] + kinds["arenas"] > 64 << 10
         process.stdin.write(b"\n")
         process.stdin.close()
-    assert process_memory.resident_kib(process.pid) == {}
+    assert machine.resident_kib(process.pid) == {}
 
 
-resident = process_memory.resident_kib
+resident = machine.resident_kib
 
 
 def test_a_fifth_has_schemas_and_most_differ() -> None:
