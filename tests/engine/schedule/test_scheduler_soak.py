@@ -31,6 +31,8 @@ class Traffic:
     p_abort: float
     p_fail: float
     p_reset: float
+    p_unread: float
+    p_pause: float
     max_prompt: int
     max_tokens: int
     p_shared: float
@@ -46,6 +48,8 @@ class Soak:
             p_abort=float(rng.choice([0.0, 0.02, 0.1])),
             p_fail=float(rng.choice([0.0, 0.0, 0.03])),
             p_reset=float(rng.choice([0.0, 0.05])),
+            p_unread=float(rng.choice([0.0, 0.0, 0.2])),
+            p_pause=float(rng.choice([0.0, 0.0, 0.1])),
             max_prompt=int(rng.choice([8, 30, 60])),
             max_tokens=int(rng.choice([4, 20, 40])),
             p_shared=float(rng.choice([0.0, 0.5, 0.9])),
@@ -120,9 +124,15 @@ class Soak:
             if rng.random() < traffic.p_reset:
                 driver.scheduler.reset_prefix_cache()
                 driver.scheduler.check_integrity()
+            if rng.random() < traffic.p_unread and driver.scheduler.requests:
+                names = rng.choice(sorted(driver.scheduler.requests), size=2).tolist()
+                driver.scheduler.set_unread(names, bool(rng.random() < 0.6))
+            if rng.random() < traffic.p_pause:
+                driver.scheduler.admits_new = not driver.scheduler.admits_new
             if rng.random() < 0.15 and driver.in_flight:
                 driver.land()  # a burst of results: the run-ahead shrinks and grows again
             driver.step(fails=bool(rng.random() < traffic.p_fail))
+        driver.scheduler.admits_new = True
         driver.run()
         driver.assert_drained()
 
