@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from termgen.engine.schedule.slot_table import SlotTable
@@ -100,9 +100,12 @@ class RequestQueue:
         del self._line[index]
 
 
-def choose_victim(table: SlotTable, policy: str) -> int:
+def choose_victim(table: SlotTable, policy: str, unread: Collection[str] = ()) -> int:
     """The slot to preempt. FCFS: the newest running request. Priority: the least urgent, newest
-    first."""
+    first. Requests whose ids are in `unread` come before all others."""
+    slots: list[int] = table.running.tolist()
+    if unread:
+        slots = [s for s in slots if table.request_at(s).request_id in unread] or slots
     if policy == "fcfs":
-        return int(table.running[-1])
-    return max(map(int, table.running), key=lambda s: priority_key(table.request_at(s)))
+        return slots[-1]
+    return max(slots, key=lambda slot: priority_key(table.request_at(slot)))

@@ -289,6 +289,9 @@ class Scheduler:
         if self.config.policy == "priority":
             keys = [priority_key(self.slots.request_at(int(running[i]))) for i in needy]
             order = needy[sorted(range(len(needy)), key=keys.__getitem__)]
+        if self._unread:  # they take blocks last, as they lose theirs first
+            ids = [self.slots.request_at(int(running[i])).request_id for i in order]
+            order = order[np.argsort([name in self._unread for name in ids], kind="stable")]
         return self._give_blocks_by_preempting(running, num_new, missing, order, builder)
 
     def _give_blocks_by_preempting(
@@ -309,7 +312,7 @@ class Scheduler:
             while self.kv.pool.num_free < need:
                 if self.kv.pool.num_free + self.fence.num_blocks >= need:
                     break  # enough blocks become free once the steps in flight have landed
-                victim = choose_victim(self.slots, self.config.policy)
+                victim = choose_victim(self.slots, self.config.policy, self._unread)
                 num_new[index_of[victim]] = 0
                 self._preempt(victim)
                 if victim == slot:

@@ -130,3 +130,21 @@ def test_an_unread_row_gives_way_only_to_a_request_that_can_run() -> None:
     assert scheduler.stats.num_preemptions == 1
     driver.assert_reference()
     driver.assert_drained()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_an_urgent_unread_row_takes_no_blocks_from_one_that_is_read(policy: str) -> None:
+    """Both fit alone and not together; the urgent one is admitted into the other's growth."""
+    scheduler = make_scheduler(
+        num_blocks=5, block_size=8, max_num_seqs=3, policy=policy, caching=False
+    )
+    driver = Driver(scheduler, stops=False)
+    prompts = ([*range(5, 18)], [*range(4, 17)])
+    driver.add(make_request("urgent", prompts[0], max_tokens=19, priority=0, arrival_ns=1))
+    driver.add(make_request("other", prompts[1], max_tokens=19, priority=2, arrival_ns=2))
+    driver.scheduler.set_unread(["urgent"], True)
+    assert steps_until(driver, "other") <= 30
+    assert "urgent" not in driver.reasons and driver.records["other"].num_preemptions == 0
+    driver.run()
+    driver.assert_drained()
+    driver.assert_reference()
