@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar
@@ -126,6 +127,10 @@ def test_an_unread_row_gives_way_only_to_a_request_that_can_run() -> None:
         driver.step()
     assert scheduler.stats.num_preemptions == 0 and free.ending is None and not bound.tokens
     grammar.may_fill.set()
+    state = scheduler.requests["bound"].grammar
+    assert state is not None
+    while not state.is_ready:  # another thread fills the mask
+        time.sleep(0.001)
     driver.run()
     assert scheduler.stats.num_preemptions == 1
     driver.assert_reference()
