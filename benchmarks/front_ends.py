@@ -23,7 +23,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from async_engine_parts import idle_share, steps_per_s
@@ -31,6 +31,7 @@ from frame_cost import FrameCosts, figures
 from load_client import Clients
 from machine import print_rows
 from servers import port_of
+from textual.screen import Screen
 
 from termgen.config import UIConfig
 from termgen.engine.loop.engine import AsyncEngine
@@ -40,6 +41,7 @@ from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.sampling_params import SamplingParams
 
+S = TypeVar("S", bound=Screen[Any])
 SETTLE_S = 1.0
 STALLED_S = 5.0
 """After this time a terminal that is not read blocks the thread that writes to it."""
@@ -274,23 +276,30 @@ def dashboard_app(engine: Any, hz: float, **options: Any) -> TermgenApp:
 
 
 @asynccontextmanager
-async def dashboard(
-    engine: Any, terminal: Terminal, hz: float = 10.0, *, page: str = "overview", **options: Any
-) -> AsyncIterator[CountedDashboard]:
-    """The app with a page of its dashboard, on the engine's loop."""
+async def shown(app: TermgenApp, terminal: Terminal, kind: type[S]) -> AsyncIterator[S]:
+    """The app on a terminal, once it shows a screen of this kind."""
     with terminal.installed():
-        app = dashboard_app(engine, hz, **options)
         running = asyncio.create_task(app.run_async())
         try:
             async with asyncio.timeout(BEGIN_TIMEOUT_S):
-                while not (app.screen_stack and isinstance(app.screen, CountedDashboard)):
+                while not (app.screen_stack and isinstance(app.screen, kind)):
                     assert not running.done(), "the app ended before it drew"
                     await asyncio.sleep(0.02)
-            app.screen.call_later(app.screen.action_page, page)
             yield app.screen
         finally:
             app.exit()
             await running
+
+
+@asynccontextmanager
+async def dashboard(
+    engine: Any, terminal: Terminal, hz: float = 10.0, *, page: str = "overview", **options: Any
+) -> AsyncIterator[CountedDashboard]:
+    """The app with a page of its dashboard, on the engine's loop."""
+    app = dashboard_app(engine, hz, **options)
+    async with shown(app, terminal, CountedDashboard) as screen:
+        screen.call_later(screen.action_page, page)
+        yield screen
 
 
 @asynccontextmanager

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -27,13 +26,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuzz_bodies import MAKERS, Body, body
+from fuzz_bodies import Body, body
 from load_client import Clients, chat_body
 from machine import machine_facts, percentiles
 from memory_soak import SERVE_OPTIONS, write_model
 from servers import ServerProcess, post
 
 ANSWER_TIMEOUT_S = 60.0
+MOST_DEATHS = 30
 OPTIONS = (
     *SERVE_OPTIONS,
     *("--kv-cache-gib", "0.1", "--no-log-requests", "--max-num-seqs", "32"),
@@ -135,10 +135,9 @@ class LiveServer:
 
 
 class Fuzz:
-    def __init__(self, server: LiveServer, folder: Path, *, most_deaths: int) -> None:
+    def __init__(self, server: LiveServer, folder: Path) -> None:
         self._server = server
         self._folder = folder
-        self._most_deaths = most_deaths
         self._under_way: set[str] = set()
         self._mending = asyncio.Lock()
         self.faults: list[Fault] = []
@@ -153,7 +152,7 @@ class Fuzz:
         async def worker() -> None:
             nonlocal next_s
             for seed in waiting:
-                if self.num_deaths >= self._most_deaths:
+                if self.num_deaths >= MOST_DEATHS:
                     return
                 delay_s = next_s - time.monotonic()
                 # Missed sends are not made up for: a burst would be a different load.
@@ -232,13 +231,12 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
     client = await Clients.start(server.port, [chat_body(60)])
     await asyncio.sleep(args.alone)
     alone = percentiles(gap for answer in await client.stop() for gap in answer.gaps_ms)
-    run = Fuzz(server, args.output, most_deaths=args.most_deaths)
+    run = Fuzz(server, args.output)
     client = await Clients.start(server.port, [chat_body(60)])
     os.nice(5)  # the server and the good client have precedence: they started earlier
     began = time.monotonic()
-    seeds = (f"{args.seed}/{index}" for index in itertools.count())
-    wanted = (seed for seed in seeds if not args.kind or body(seed).kind in args.kind)
-    await run.run(itertools.islice(wanted, args.requests), args.at_once, args.per_second)
+    seeds = (f"{args.seed}/{index}" for index in range(args.requests))
+    await run.run(seeds, args.at_once, args.per_second)
     seconds = time.monotonic() - began
     answers = await client.stop()
     beside = percentiles(gap for answer in answers for gap in answer.gaps_ms)
@@ -303,11 +301,9 @@ def parse_args() -> argparse.Namespace:
         default=20.0,
         help="requests begun in a second; 0: as many as are answered, which takes both cores",
     )
-    parser.add_argument("--kind", nargs="+", choices=tuple(MAKERS), help="no others than these")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--alone", type=float, default=15.0, help="seconds without the others")
     parser.add_argument("--most-slower", type=float, default=2.0, help="ratio of 99th percentiles")
-    parser.add_argument("--most-deaths", type=int, default=30, help="stop after so many")
     parser.add_argument("--output", type=Path, default=Path("fuzz_faults"))
     parser.add_argument("--replay", metavar="SEED/INDEX")
     return parser.parse_args()

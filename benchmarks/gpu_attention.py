@@ -55,12 +55,7 @@ def prefill_config(heads: tuple[int, int, int]) -> PrefillConfig:
 class Batch:
     """Rows of random contexts; queries are the last `new` tokens of each."""
 
-    def __init__(
-        self,
-        lengths: list[int],
-        new: list[int],
-        heads: tuple[int, int, int],
-    ) -> None:
+    def __init__(self, lengths: list[int], new: list[int], heads: tuple[int, int, int]) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = heads
         self.lengths, self.new = lengths, new
         blocks = [-(-n // BLOCK) for n in lengths]

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import ChainMap, Counter
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +127,11 @@ def drain(engine: SyncEngine) -> None:
         engine.step()
 
 
-def drain_timed(engine: SyncEngine) -> tuple[float, dict[str, float]]:
-    """Seconds until all requests are done, and the share of steps in each graph mode."""
-    ring: EventRing = engine.core.bus.subscribe()
-    counts: Counter[str] = Counter()
+def drain_timed(engine: SyncEngine) -> float:
+    """Seconds until all requests are done."""
     started = time.perf_counter()
-    while engine.has_unfinished:
-        engine.step()
-        counts.update(r.graph_mode for r in ring.drain() if isinstance(r, StepRecord))
-    seconds = time.perf_counter() - started
-    engine.core.bus.unsubscribe(ring)
-    return seconds, {mode: n / counts.total() for mode, n in counts.items()}
+    drain(engine)
+    return time.perf_counter() - started
 
 
 def decode_cell(engine: SyncEngine, batch: int, **params: Any) -> dict[str, Any]:
@@ -186,22 +180,20 @@ def sampling_cells(engine: SyncEngine, batches: list[int]) -> list[dict[str, Any
     return cells
 
 
-def job(engine: SyncEngine) -> tuple[float, dict[str, float]]:
-    """The 256-request job: output tokens per second, and its steps by graph mode."""
+def job(engine: SyncEngine) -> float:
+    """The 256-request job: output tokens per second."""
     rng = random.Random(0)
     lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
     for index, (prompt, output) in enumerate(lengths):
         add(engine, index, prompt, output)
-    seconds, graphs = drain_timed(engine)
-    return sum(output for _, output in lengths) / seconds, graphs
+    return sum(output for _, output in lengths) / drain_timed(engine)
 
 
-def prefill(engine: SyncEngine) -> tuple[float, dict[str, float]]:
-    """Prompt tokens per second, and the steps by graph mode."""
+def prefill(engine: SyncEngine) -> float:
+    """Prompt tokens per second."""
     for index in range(32):
         add(engine, index, 2048, 1)
-    seconds, graphs = drain_timed(engine)
-    return 32 * 2048 / seconds, graphs
+    return 32 * 2048 / drain_timed(engine)
 
 
 def run_load(engine: SyncEngine, load: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +220,6 @@ def run_load(engine: SyncEngine, load: dict[str, Any]) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     engine.core.bus.unsubscribe(ring)
     mixed = [s for s in steps if s.num_prefill_tokens]
-    recorded = Counter(s.graph_mode for s in mixed)
     return {
         "tokens_per_s": num_tokens / seconds,
         "ttft_ms": statistics.mean(first[i] - added_at[i] for i in first) * 1e3,
@@ -236,7 +227,6 @@ def run_load(engine: SyncEngine, load: dict[str, Any]) -> dict[str, Any]:
         "tokens_in_mixed": statistics.median(
             s.num_prefill_tokens + s.num_decode_rows for s in mixed
         ),
-        "recorded": {mode: n / len(mixed) for mode, n in sorted(recorded.items())},
     }
 
 
@@ -277,10 +267,9 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 cell["% of floor"] = 100 * cell["floor_ms"] / cell["ms"]
                 result["decode"].append(cell)
         if "job" in args.parts:
-            result["job"], result["job_graphs"] = [job(engine) for _ in range(2)][-1]
+            result["job"] = [job(engine) for _ in range(2)][-1]
         if "prefill" in args.parts:
-            runs = [prefill(engine) for _ in range(3)]
-            result["prefill"], result["prefill_graphs"] = max(runs, key=lambda run: run[0])
+            result["prefill"] = max(prefill(engine) for _ in range(3))
         if "sampling" in args.parts:
             result["sampling"] = sampling_cells(engine, args.batch_sizes)
         engine.shutdown()
@@ -334,9 +323,7 @@ def print_result(result: dict[str, Any]) -> None:
         row |= {name: cell["ms"], f"{cell['batch']}, %": 100 * plain_ms / cell["ms"]}
     print_rows(kinds.values())
     print_rows(
-        {"part": part, "tokens/s": result[part], "steps": result[f"{part}_graphs"]}
-        for part in ("job", "prefill")
-        if part in result
+        {"part": part, "tokens/s": result[part]} for part in ("job", "prefill") if part in result
     )
     print_rows(result["start"])
     print_rows(result["modes"])

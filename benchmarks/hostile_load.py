@@ -30,7 +30,7 @@ from typing import Any
 from hostile_kinds import ALL, CONNECTIONS, KINDS, bytes_of
 from load_client import Clients, Streamed, chat_body
 from machine import LoopWatch, machine_facts, parser_of, percentiles, print_rows, write_report
-from servers import port_of, serving
+from servers import left_behind, port_of, serving
 from simulated_gpu import Simulation, installed
 
 from termgen.config import EngineConfig
@@ -185,21 +185,6 @@ async def run_step(step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
         for name, is_on in (("quiet", False), ("hostile", True))
     }
     return {"step_ms": step_ms, "kinds": rows, "together": together, "left": left}
-
-
-async def left_behind(engine: AsyncEngine, server: Server) -> dict[str, int]:
-    """Resources that the engine and the server still hold once every client has left."""
-    deadline = time.perf_counter() + 10
-    while True:
-        snapshot = await engine.snapshot()
-        left = {
-            "requests": snapshot.num_running + snapshot.num_waiting,
-            "blocks": snapshot.num_used_blocks,
-            "answers": server.num_answers,
-        }
-        if not any(left.values()) or time.perf_counter() > deadline:
-            return left
-        await asyncio.sleep(0.05)
 
 
 def show(result: dict[str, Any]) -> None:

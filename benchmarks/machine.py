@@ -96,7 +96,9 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 def print_rows(rows: Iterable[Mapping[str, Any]]) -> None:
     """A table; the names in the first row are its heads."""
     texts = [{name: _text(value) for name, value in row.items()} for row in rows]
-    heads = list(texts[0]) if texts else []
+    if not texts:
+        return
+    heads = list(texts[0])
     widths = [max(len(head), *(len(row.get(head, "")) for row in texts)) for head in heads]
     for row in ({head: head for head in heads}, *texts):
         cells = zip(heads, widths, strict=True)

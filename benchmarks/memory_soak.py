@@ -160,7 +160,6 @@ class Clients:
     requests: Requests
     endings: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    num_bytes: int = 0
 
     async def run(self, count: int, until: float) -> None:
         await asyncio.gather(*(self._client(until) for _ in range(count)))
@@ -190,7 +189,6 @@ class Clients:
             status = answer[9:12].decode()
             tail, pieces = b"", 0
             while piece := await reader.read(1 << 16):
-                self.num_bytes += len(piece)
                 tail = (tail + piece)[-TAIL_BYTES:]
                 pieces += 1
                 if status == "200" and pieces == asked.leaves_after:
@@ -240,7 +238,6 @@ def sample(pid: int, began: float, clients: Clients) -> dict[str, Any]:
         "server": {**server, **resident_by_kind(pid)},
         "helpers": {"count": len(helpers), "rss": sum(kib["rss"] for kib in helpers)},
         "answers": sum(clients.endings.values()),
-        "bytes": clients.num_bytes,
     }
 
 

@@ -58,6 +58,7 @@ from front_ends import (
     in_turns,
     print_turns,
     reading,
+    shown,
     stalled,
 )
 from machine import parser_of, print_rows, write_report
@@ -213,21 +214,12 @@ def cpu_ms(work: Callable[[], object], times: int = 25) -> float:
 @asynccontextmanager
 async def chat(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[None]:
     """The chat, with an answer that outlasts the cell. Its frames are not counted."""
-    with terminal.installed():
-        app = app_of(engine, ui=UIConfig(max_tokens=30_000, temperature=1.0))
-        running = asyncio.create_task(app.run_async())
-        try:
-            while not (app.screen_stack and isinstance(app.screen, ChatScreen)):
-                await asyncio.sleep(0.05)
-            screen = app.screen
-            assert isinstance(screen, ChatScreen)
-            await asyncio.sleep(0.5)  # wait for the layout
-            screen.dialogue.ask("Tell me of steps.")
-            yield
-            assert screen.is_streaming, "the answer ended before the cell"
-        finally:
-            app.exit()
-            await running
+    app = app_of(engine, ui=UIConfig(max_tokens=30_000, temperature=1.0))
+    async with shown(app, terminal, ChatScreen) as screen:
+        await asyncio.sleep(0.5)  # wait for the layout
+        screen.dialogue.ask("Tell me of steps.")
+        yield
+        assert screen.is_streaming, "the answer ended before the cell"
 
 
 @asynccontextmanager
@@ -256,14 +248,11 @@ def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="simulated")
     parser.add_argument("--parts", nargs="+", choices=PARTS)
-    parser.add_argument("--streams", type=int, help="requests (default: 64; on a CPU 4)")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a cell")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of cells")
     parser.add_argument("--run-ahead-ms", type=float, default=20.0)
     args = parser.parse_args()
-    fixed = ENGINES[args.engine]
-    args.parts = args.parts or [part for part in PARTS if part in fixed.parts]
-    args.streams = args.streams or fixed.streams
+    args.parts = args.parts or list(ENGINES[args.engine].parts)
     if args.engine == "smollm2" and "chat" in args.parts:
         parser.error("--parts chat: an answer of the real model ends before it can be measured")
     return args
@@ -302,7 +291,7 @@ def run_part(name: str, config: EngineConfig, args: argparse.Namespace) -> Any:
         return found
     is_simulated, kind = args.engine == "simulated", ENGINES[args.engine]
     sizes = FrontSizes(
-        streams=args.streams,
+        streams=kind.streams,
         prompt=kind.prompt,
         seconds=args.seconds,
         rounds=args.rounds,

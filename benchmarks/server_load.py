@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from load_client import Clients, Streamed, chat_body
-from machine import machine_facts, parser_of, percentiles, write_report
+from machine import machine_facts, parser_of, percentiles, print_rows, write_report
 from made_up_models import write_config
 from scripted_engine import ScriptedEngine
-from servers import port_of, post, serving
+from servers import left_behind, port_of, post, serving
 
 from termgen.bench.options import ServeOptions
 from termgen.bench.serve import ServeBench
@@ -122,17 +122,7 @@ async def stream_round(args: argparse.Namespace) -> dict[str, Any]:
 async def stream_part(args: argparse.Namespace) -> dict[str, Any]:
     rounds = [await stream_round(args) for _ in range(args.rounds)]
     rounds.sort(key=lambda r: r["delay_ms"]["p99"])
-    for result in rounds:
-        delay = result["delay_ms"]
-        print(
-            f"{args.streams} streams: {result['tokens_per_s']:,.0f} tokens/s,"
-            f" {result['num_lost']} lost, {result['num_failed']} streams wrong,"
-            f" {result['cpu_us_per_token']:.1f} us of CPU per token,"
-            f" {result['chunks_per_token']:.2f} chunks per token,"
-            f" delay p50 {delay['p50']:.1f}, p99 {delay['p99']:.1f} ms",
-            *result["failures"],
-            sep="\n    ",
-        )
+    print_rows({**{k: v for k, v in r.items() if k != "delay_ms"}, **r["delay_ms"]} for r in rounds)
     print(f"median round: p99 delay {rounds[len(rounds) // 2]['delay_ms']['p99']:.1f} ms")
     return {"rounds": rounds}
 
@@ -206,18 +196,15 @@ async def dropping(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, A
         begun = time.perf_counter()
         counts = await drop_all(port_of(server), args)
         wall_s = time.perf_counter() - begun
-        deadline, left = time.perf_counter() + 30, {"requests": 1}
-        while any(left.values()) and time.perf_counter() < deadline:
-            await asyncio.sleep(0.05)
-            snapshot = await engine.snapshot()
-            left = {
-                "requests": snapshot.num_running + snapshot.num_waiting,
-                "blocks": snapshot.num_used_blocks,
-                "answers": server.num_answers,
+        left = await left_behind(
+            engine,
+            server,
+            lambda: {
                 "connections": len(connections),
                 "tasks": len(asyncio.all_tasks()) - tasks,
                 "files": num_files() - files,
-            }
+            },
+        )
         metrics = (await server._state.render_metrics()).decode()
     print(f"{args.clients} clients dropped in {wall_s:.1f} s: {counts}")
     print("left behind:", left)
@@ -244,15 +231,10 @@ async def generator_round(streams: int, seconds: float) -> dict[str, Any]:
         run = await bench.run(options, seed=0)
     engine.close()
     figures, client = run.result.as_json(), run.result.client()
-    tpot_ms = figures["mean_tpot_ms"]
-    print(
-        f"{streams:5} streams: {figures['output_throughput']:8,.0f} tokens/s,"
-        f" {figures['failed']} failed, {client['cpu_share']:.0%} of a core,"
-        f" woke {client['p99_loop_lag_ms']:.1f} ms late (p99),"
-        f" TPOT {tpot_ms:.2f} ms ({tpot_ms / (GENERATOR_STEP_S * 1e3) - 1:+.2%})"
-    )
     kept = {name: figures[name] for name in ("output_throughput", "failed", "mean_tpot_ms")}
-    return {"streams": streams, **kept, **client, "warnings": run.warnings()}
+    found = {"streams": streams, **kept, **client}
+    print_rows([found])
+    return {**found, "warnings": run.warnings()}
 
 
 async def generator_part(args: argparse.Namespace) -> list[dict[str, Any]]:

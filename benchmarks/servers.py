@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,24 @@ async def serving(engine: EngineClient, **config: Any) -> AsyncGenerator[Server,
 
 def port_of(server: Server) -> int:
     return int(server.url.rpartition(":")[2])
+
+
+async def left_behind(
+    engine: EngineClient, server: Server, others: Callable[[], dict[str, int]] = dict
+) -> dict[str, int]:
+    """Resources still held once every client has left, after at most 30 s."""
+    deadline = time.monotonic() + 30
+    while True:
+        snapshot = await engine.snapshot()
+        left = {
+            "requests": snapshot.num_running + snapshot.num_waiting,
+            "blocks": snapshot.num_used_blocks,
+            "answers": server.num_answers,
+            **others(),
+        }
+        if not any(left.values()) or time.monotonic() > deadline:
+            return left
+        await asyncio.sleep(0.05)
 
 
 class ServerProcess:
