@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from constrained import PERSON
-from machine import machine_facts, parser_of, write_report
+from machine import machine_facts, parser_of, print_rows, write_report
 from made_up_models import write_config
 from servers import ROOT, ServerProcess
 
@@ -111,11 +111,8 @@ def main() -> None:
             server = stack.enter_context(ServerProcess(model, OPTIONS, tree=tree))
             connections[name] = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         found = measure(connections, args.rounds)
-    for name, values in found.items():
-        text = f"{name:34}{values['p50_ms']:8.2f} ms"
-        if "low_ms" in values:
-            text += f"  ({values['low_ms']:.2f} to {values['high_ms']:.2f})"
-        print(text)
+    heads = {"time to first token": "", "p50_ms": "", "low_ms": "", "high_ms": ""}
+    print_rows({**heads, "time to first token": name, **found[name]} for name in found)
     write_report(args, found, facts)
 
 
