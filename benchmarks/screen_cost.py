@@ -46,15 +46,16 @@ from typing import Any
 
 import gpu_async
 import screen_events
-from frame_cost import FrameCosts, figures
 from front_ends import (
     STALLED_S,
+    FrameCosts,
     FrontSizes,
     Terminal,
     Watch,
     app_of,
     clients,
     dashboard,
+    figures,
     in_turns,
     print_turns,
     reading,

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from frame_cost import FrameCosts, figures
-from front_ends import Terminal, dashboard, dashboard_app
+from front_ends import FrameCosts, Terminal, dashboard, dashboard_app, figures
 from machine import resident_mib
 
 from termgen.tui.dashboard.dashboard import DashboardScreen
