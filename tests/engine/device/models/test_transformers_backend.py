@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[Overrides, str]] = {
     "bert": ({}, "not causal"),
     "bart": ({}, "an encoder and a decoder"),
     "gemma2": ({"head_dim": 16}, "needs softcap"),
-    "moshi": ({"head_dim": 16}, "sliding windows that its attention is not told of"),
+    "moshi": ({"head_dim": 16}, "sliding windows that it does not pass to its attention"),
     "diffllama": ({}, "more than once"),
     "gemma3n_text": ({}, "does not take its config.json: The set of layer types"),
     "gemma4_text": ({}, "its code fails in a trial run"),
