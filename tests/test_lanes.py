@@ -70,7 +70,7 @@ def report(name: str, when: str, seconds: float, outcome: str = "passed") -> pyt
 
 def test_the_list_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "slow.txt"
-    path.write_text("a.py::gone_quick 2.0\na.py::skipped 3.0\n")
+    path.write_text("a.py::gone 1.0\na.py::gone_quick 2.0\na.py::skipped 3.0\n")
     monkeypatch.setattr("lanes.LIST", path)
     measuring = Measuring()
     measuring.pytest_runtest_logreport(report("a.py::gone_quick", "call", SLOW_S / 2))

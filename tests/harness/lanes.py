@@ -37,7 +37,7 @@ def mark_slow(items: list[pytest.Item]) -> None:
 
 class Measuring:
     """Sums the time of each test function and writes the list at the end. Tests that were skipped,
-    for want of a GPU or a model, keep their line."""
+    for want of a GPU or a model, keep their line; those that are gone lose it."""
 
     def __init__(self) -> None:
         self._seconds: Counter[str] = Counter()
@@ -50,7 +50,7 @@ class Measuring:
             self._ran.add(name)
 
     def pytest_sessionfinish(self) -> None:
-        found = slow_functions()
+        found = {name: s for name, s in slow_functions().items() if name in self._seconds}
         for name in self._ran:
             found.pop(name, None)
             if self._seconds[name] > SLOW_S:
