@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SLOW_S = 0.3
+SLOW_S = 0.2
 LIST = Path(__file__).parent.parent / "slow.txt"
 
 
