@@ -282,7 +282,8 @@ def main() -> None:
         middle = statistics.median(found)
         results.append({"measure": measure, "contestant": name, "median": middle, "values": found})
     print_rows({name: row[name] for name in ("measure", "contestant", "median")} for row in results)
-    print(f"rounds in which {' and '.join(SAME)} gave the same tokens: {[*num_equal.values()]}")
+    if {*SAME} <= {contestant.name for contestant in contestants}:
+        print(f"rounds in which {' and '.join(SAME)} gave the same tokens: {[*num_equal.values()]}")
     write_report(args, {"values": results, "rounds_with_equal_tokens": num_equal}, facts)
 
 

@@ -229,7 +229,6 @@ class Body:
     kind: str
     path: str
     content: bytes
-    is_stream: bool = False
 
 
 def _chat(kind: str, **fields: Any) -> Body:

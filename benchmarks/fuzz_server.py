@@ -7,8 +7,8 @@ Schemas, regular expressions, grammars, tools and bodies from `fuzz_bodies.py` g
 serve` with the tiny model of `memory_soak.py`, 20 in a second. Faults are: the server's end, an
 answer of 5xx, a refusal that does not name its field, no answer in time, and a good client whose
 99th percentile between tokens more than doubles. Each body at fault is written to the folder, by
-its seed. After a death, what was under way is sent again one by one to find which it was. Exit
-status 1 with any fault.
+its seed. The server's end is that of the run: it is a fault of every body that was under way, and
+`--replay` finds which of them it was. Exit status 1 with any fault.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from memory_soak import SERVE_OPTIONS, write_model
 from servers import ServerProcess, post
 
 ANSWER_TIMEOUT_S = 60.0
-MOST_DEATHS = 30
+AT_ONCE = 8
 OPTIONS = (
     *SERVE_OPTIONS,
     *("--kv-cache-gib", "0.1", "--no-log-requests", "--max-num-seqs", "32"),
@@ -42,7 +42,6 @@ OPTIONS = (
 )
 WHOLE_BODY_CODES = ("invalid_json", "request_too_large", "invalid_http", "invalid_body")
 """Codes of errors about a body as a whole, without a field."""
-DIED = "server died"
 NO_FIELD = "refusal names no field"
 
 
@@ -105,129 +104,70 @@ def _fields_of(content: bytes) -> list[str] | None:
     return [*parsed, *known] if isinstance(parsed, dict) else None
 
 
-# -- the server, which may die -----------------------------------------------------------------
-
-
-class LiveServer:
-    """A server that is started again after its death."""
-
-    def __init__(self, model: Path, log: Path) -> None:
-        self._model, self._log = model, log
-        self.num_starts = 0
-        self.start()
-
-    def start(self) -> None:
-        self.num_starts += 1
-        log = self._log.with_suffix(f".{self.num_starts}.log")
-        self.process = ServerProcess(self._model, OPTIONS, log)
-        self.port = self.process.port
-
-    async def has_died(self) -> bool:
-        """Wait a moment: connections break before the process can be waited for."""
-        for _ in range(20):
-            if self.process.ending:
-                return True
+async def outcome(server: ServerProcess, sent: Body) -> tuple[str | None, Answer | None]:
+    """The fault that a body causes, if any, and its answer, if one comes."""
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            answer = await ask(server.port, sent)
+    except TimeoutError:
+        return "no answer in time", None
+    except (ConnectionError, asyncio.IncompleteReadError):
+        for _ in range(20):  # connections break before the process can be waited for
+            if server.ending:
+                return f"server ended: {server.ending}", None
             await asyncio.sleep(0.05)
-        return False
-
-
-# -- fuzzing -----------------------------------------------------------------------------------
+        return "connection cut", None
+    return fault_of(sent, answer), answer
 
 
 class Fuzz:
-    def __init__(self, server: LiveServer, folder: Path) -> None:
+    def __init__(self, server: ServerProcess, folder: Path) -> None:
         self._server = server
         self._folder = folder
-        self._under_way: set[str] = set()
-        self._mending = asyncio.Lock()
         self.faults: list[Fault] = []
         self.counts: Counter[str] = Counter()
-        self.num_deaths = 0
         self.num_done = 0
 
-    async def run(self, seeds: Iterable[str], at_once: int, per_second: float) -> None:
+    async def run(self, seeds: Iterable[str], per_second: float) -> None:
         waiting = iter(seeds)
         next_s = time.monotonic()
 
         async def worker() -> None:
             nonlocal next_s
             for seed in waiting:
-                if self.num_deaths >= MOST_DEATHS:
-                    return
                 delay_s = next_s - time.monotonic()
                 # Missed sends are not made up for: a burst would be a different load.
                 next_s = max(next_s, time.monotonic()) + (1 / per_second if per_second else 0.0)
                 if delay_s > 0:
                     await asyncio.sleep(delay_s)
+                if self._server.ending:
+                    return
                 await self._one(seed)
 
-        await asyncio.gather(*(worker() for _ in range(at_once)))
+        await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
 
     async def _one(self, seed: str) -> None:
-        async with self._mending:
-            number = self._server.num_starts
-        self._under_way.add(seed)
-        ended = await self._send(seed)
-        if ended is None and await self._mend(number):
-            return  # all requests that were in flight have been tried again
-        self._under_way.discard(seed)
-        if ended is None:
-            self._add("connection cut", seed, "the server lives on")
+        sent = body(seed)
+        what, answer = await outcome(self._server, sent)
+        if answer:
+            self.counts[f"{sent.kind} {answer.status}"] += 1
+        if what:
+            detail = answer.content[:600].decode(errors="replace") if answer else ""
+            self._add(Fault(what, seed, sent.kind, sent.path, detail), sent)
         self.num_done += 1
         if self.num_done % 1000 == 0:
             print(f"{self.num_done} sent, {len(self.faults)} faults", file=sys.stderr, flush=True)
 
-    async def _send(self, seed: str) -> Answer | None:
-        """None if the connection broke."""
-        sent = body(seed)
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                answer = await ask(self._server.port, sent)
-        except TimeoutError:
-            self._add("no answer in time", seed, "")
-            return Answer(0, b"")
-        except (ConnectionError, asyncio.IncompleteReadError):
-            return None
-        self.counts[f"{sent.kind} {answer.status}"] += 1
-        if what := fault_of(sent, answer):
-            self._add(what, seed, answer.content[:600].decode(errors="replace"))
-        return answer
-
-    async def _mend(self, number: int) -> bool:
-        """Restart after a death, and find the body that caused it. False: none did."""
-        async with self._mending:
-            if self._server.num_starts != number:
-                return True
-            if not await self._server.has_died():
-                return False
-            suspects, self._under_way = sorted(self._under_way), set()
-            print(
-                f"{DIED} ({self._server.process.ending}); {len(suspects)} suspects", file=sys.stderr
-            )
-            self._server.start()
-            found = False
-            for seed in suspects:
-                if await self._send(seed) is None and await self._server.has_died():
-                    found = True
-                    self.num_deaths += 1
-                    self._add(DIED, seed, self._server.process.ending)
-                    self._server.start()
-            self.num_done += len(suspects)
-            if not found:
-                self.num_deaths += 1
-                self._add(DIED, suspects[0], f"by none alone of {suspects}")
-            return True
-
-    def _add(self, what: str, seed: str, detail: str) -> None:
-        sent = body(seed)
-        self.faults.append(Fault(what, seed, sent.kind, sent.path, detail))
-        name = f"{what} {sent.kind} {seed}".replace(" ", "-").replace("/", "-")
+    def _add(self, fault: Fault, sent: Body) -> None:
+        self.faults.append(fault)
+        name = f"{fault.what} {fault.kind} {fault.seed}"
+        name = "".join(letter if letter.isalnum() else "-" for letter in name)
         (self._folder / f"{name}.json").write_bytes(sent.content)
         with (self._folder / "faults.jsonl").open("a") as lines:
-            print(json.dumps(vars(self.faults[-1])), file=lines)
+            print(json.dumps(vars(fault)), file=lines)
 
 
-async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
+async def fuzz(server: ServerProcess, args: argparse.Namespace) -> bool:
     client = await Clients.start(server.port, [chat_body(60)])
     await asyncio.sleep(args.alone)
     alone = percentiles(gap for answer in await client.stop() for gap in answer.gaps_ms)
@@ -236,7 +176,7 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
     os.nice(5)  # the server and the good client have precedence: they started earlier
     began = time.monotonic()
     seeds = (f"{args.seed}/{index}" for index in range(args.requests))
-    await run.run(seeds, args.at_once, args.per_second)
+    await run.run(seeds, args.per_second)
     seconds = time.monotonic() - began
     answers = await client.stop()
     beside = percentiles(gap for answer in answers for gap in answer.gaps_ms)
@@ -246,7 +186,6 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
         "seed": args.seed,
         "sent": run.num_done,
         "per_second": run.num_done / seconds,
-        "deaths": run.num_deaths,
         "faults": Counter(f"{fault.what} ({fault.kind})" for fault in run.faults),
         "answers": dict(sorted(run.counts.items())),
         "good_client": {
@@ -263,29 +202,12 @@ async def fuzz(server: LiveServer, args: argparse.Namespace) -> bool:
     return not (run.faults or num_broken or is_slow)
 
 
-# -- one body again ----------------------------------------------------------------------------
-
-
-async def outcome(server: LiveServer, sent: Body) -> str | None:
-    """The fault that this body causes; the server runs again afterwards."""
-    try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            return fault_of(sent, await ask(server.port, sent))
-    except TimeoutError:
-        return "no answer in time"
-    except (ConnectionError, asyncio.IncompleteReadError):
-        if not await server.has_died():
-            return "connection cut"
-        server.start()
-        return DIED
-
-
-async def again(server: LiveServer, args: argparse.Namespace) -> bool:
+async def again(server: ServerProcess, args: argparse.Namespace) -> bool:
+    """Send one body, and print it with its answer."""
     sent = body(args.replay)
     print(f"{sent.kind} {sent.path}\n{sent.content.decode(errors='replace')[:4000]}")
-    what = await outcome(server, sent)
-    if what != DIED:
-        answer = await ask(server.port, sent)
+    what, answer = await outcome(server, sent)
+    if answer:
         print(answer.status, answer.content.decode(errors="replace")[:2000])
     print(what or "no fault")
     return what is None
@@ -294,7 +216,6 @@ async def again(server: LiveServer, args: argparse.Namespace) -> bool:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument(
         "--per-second",
         type=float,
@@ -314,12 +235,10 @@ def main() -> int:
     print(f"seed {args.seed}", flush=True)
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        server = LiveServer(write_model(Path(folder)), args.output / "server.log")
-        try:
+        model = write_model(Path(folder))
+        with ServerProcess(model, OPTIONS, args.output / "server.log") as server:
             task = again if args.replay else fuzz
             return 0 if asyncio.run(task(server, args)) else 1
-        finally:
-            server.process.stop()
 
 
 if __name__ == "__main__":
