@@ -49,7 +49,6 @@ from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.sampling_params import SamplingParams
 
 S = TypeVar("S", bound=Screen[Any])
-SETTLE_S = 1.0
 STALLED_S = 5.0
 """After this time a terminal that is not read blocks the thread that writes to it."""
 BEGIN_TIMEOUT_S = 60.0
@@ -126,26 +125,20 @@ def figures(frames: Sequence[FrameCost]) -> dict[str, float]:
     }
 
 
-class CountedDashboard(DashboardScreen):
-    """Counts the frames that it draws."""
-
-    num_frames = 0
-
-    async def refresh_view(self) -> None:
-        self.num_frames += 1
-        await super().refresh_view()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FrontSizes:
+    """The load of an engine; prompts and answers fit its context."""
+
     streams: int
     prompt: int
-    seconds: float
-    rounds: int
     max_tokens: int
-    vocab: int
     read_every_s: float = 0.0
     """Interval at which the tasks read that stand in for a front end; 0: each token as it comes."""
+    seconds: float = 3.0
+    """Length of a cell."""
+    rounds: int = 5
+    """Pairs of cells."""
+    vocab: int = 2048
 
     def prompt_of(self, index: int) -> list[int]:
         rng = random.Random(f"{index} {self.prompt}")
@@ -166,15 +159,9 @@ class Watch:
         await asyncio.sleep(settle_s)
         self._full()
 
-    async def cell(
-        self,
-        settle_s: float,
-        screen: CountedDashboard | None = None,
-        costs: FrameCosts | None = None,
-    ) -> dict[str, Any]:
+    async def cell(self, settle_s: float, costs: FrameCosts) -> dict[str, Any]:
         await self.begun(settle_s)
-        drawn = screen.num_frames if screen else 0
-        began, first = time.monotonic(), len(costs.frames) if costs else 0
+        began, first = time.monotonic(), len(costs.frames)
         await asyncio.sleep(self._sizes.seconds)
         records = await self._collect(least=LEAST_STEPS)
         step_ms = np.diff([r.landed_ns for r in records]) / 1e6
@@ -185,10 +172,8 @@ class Watch:
             "max_ms": float(step_ms.max()),
             "idle_share": idle_share(records),
             "host_us": statistics.median(r.host_us for r in records),
-            "frames_per_s": (screen.num_frames - drawn) / (time.monotonic() - began)
-            if screen
-            else 0.0,
-            "frame": figures(costs.frames[first:-1]) if costs else {},
+            "frames_per_s": (len(costs.frames) - first) / (time.monotonic() - began),
+            "frame": figures(costs.frames[first:-1]),
         }
 
     async def _collect(self, *, least: int) -> list[StepRecord]:
@@ -216,25 +201,24 @@ class Watch:
 async def in_turns(
     engine: AsyncEngine,
     sizes: FrontSizes,
-    front: Callable[[], AbstractAsyncContextManager[CountedDashboard | None]],
+    front: Callable[[], AbstractAsyncContextManager[object]],
     *,
-    settle_s: float | None = None,
-    sends: bool = False,
-    costs: FrameCosts | None = None,
+    settle_s: float,
+    sends: bool,
 ) -> list[dict[str, Any]]:
     """Cells without and with a front end. sends: it has requests of its own, and reads them."""
     watch, cells = Watch(engine, sizes), []
-    settle_s = SETTLE_S if settle_s is None else settle_s
-    try:
-        for _ in range(sizes.rounds):
-            async with reading(engine, sizes):
-                cells.append({"on": False, **await watch.cell(settle_s)})
-            await watch.at_rest()
-            async with front() as screen, reading(engine, sizes, count=0 if sends else None):
-                cells.append({"on": True, **await watch.cell(settle_s, screen, costs)})
-            await watch.at_rest()
-    finally:
-        watch.close()
+    with FrameCosts().counting() as costs:
+        try:
+            for _ in range(sizes.rounds):
+                async with reading(engine, sizes):
+                    cells.append({"on": False, **await watch.cell(settle_s, costs)})
+                await watch.at_rest()
+                async with front(), reading(engine, sizes, count=0 if sends else None):
+                    cells.append({"on": True, **await watch.cell(settle_s, costs)})
+                await watch.at_rest()
+        finally:
+            watch.close()
     return cells
 
 
@@ -348,7 +332,7 @@ def app_of(engine: Any, **options: Any) -> TermgenApp:
 def dashboard_app(engine: Any, hz: float, **options: Any) -> TermgenApp:
     """options: of the screen."""
     app = app_of(engine, ui=UIConfig(), start_screen="dashboard")
-    app.make_dashboard = lambda client: CountedDashboard(client, hz=hz, **options)  # type: ignore[method-assign]
+    app.make_dashboard = lambda client: DashboardScreen(client, hz=hz, **options)  # type: ignore[method-assign]
     return app
 
 
@@ -371,16 +355,16 @@ async def shown(app: TermgenApp, terminal: Terminal, kind: type[S]) -> AsyncIter
 @asynccontextmanager
 async def dashboard(
     engine: Any, terminal: Terminal, hz: float = 10.0, *, page: str = "overview", **options: Any
-) -> AsyncIterator[CountedDashboard]:
+) -> AsyncIterator[DashboardScreen]:
     """The app with a page of its dashboard, on the engine's loop."""
     app = dashboard_app(engine, hz, **options)
-    async with shown(app, terminal, CountedDashboard) as screen:
+    async with shown(app, terminal, DashboardScreen) as screen:
         screen.call_later(screen.action_page, page)
         yield screen
 
 
 @asynccontextmanager
-async def stalled(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[CountedDashboard]:
+async def stalled(engine: AsyncEngine, terminal: Terminal) -> AsyncIterator[DashboardScreen]:
     """The dashboard at 10 Hz on a terminal that is not read."""
     async with dashboard(engine, terminal) as screen:
         with terminal.unread():

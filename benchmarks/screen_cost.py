@@ -37,7 +37,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,31 +86,20 @@ PARTS = (*TURNS, "beside-4", "beside-10", "pages-4", "pages-10", "memory", "even
 READ_EVERY_S = 0.25
 """64 tasks that wake up in every step of 1 ms would take the whole loop, with a screen and
 without."""
+SETTLE_S = 1.0
 SETTLES_S = {"stalled": STALLED_S, "attached": 4.0}
 CHAT_STEP_MS = 5.0  # 200 tokens/s
-VOCAB = 2048
 EVENTS_HZ = 4
 LEAST_FRAMES = 4
 """Few frames are drawn when other processes keep the cores busy."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Defaults of an engine. Prompts and answers fit its context."""
-
-    streams: int
-    prompt: int
-    max_tokens: int
-    parts: tuple[str, ...]
-    read_every_s: float = 0.0
-
-
 ON_GPU = ("dashboard-10", "stalled", "sse")
-ENGINES = {
-    "simulated": Kind(64, 32, 24_000, tuple(p for p in PARTS if p != "sse"), READ_EVERY_S),
-    "smollm2": Kind(4, 32, 3000, (*TURNS[:2], *TURNS[3:5]), READ_EVERY_S),
-    "gpu": Kind(64, 512, 15_000, ON_GPU),
-    "tiny": Kind(4, 16, 15_000, ON_GPU),
+ENGINES: dict[str, tuple[FrontSizes, Sequence[str]]] = {  # the load, and the parts by default
+    "simulated": (FrontSizes(64, 32, 24_000, READ_EVERY_S), [p for p in PARTS if p != "sse"]),
+    "smollm2": (FrontSizes(4, 32, 3000), [*TURNS[:2], *TURNS[3:5]]),
+    "gpu": (FrontSizes(64, 512, 15_000), ON_GPU),
+    "tiny": (FrontSizes(4, 16, 15_000), ON_GPU),
 }
 
 
@@ -142,14 +131,12 @@ class Bench:
                 front = partial(attached, server.url, terminal)
             if part == "sse":
                 front = partial(clients, server, self.sizes)
-            costs = stack.enter_context(FrameCosts().counting())
             cells = await in_turns(
                 engine,
                 replace(self.sizes, streams=1) if part == "chat" else self.sizes,
                 front,
-                settle_s=SETTLES_S.get(part),
+                settle_s=SETTLES_S.get(part, SETTLE_S),
                 sends=part in ("chat", "sse"),
-                costs=costs,
             )
         print_turns(part, cells)
         return cells
@@ -163,13 +150,12 @@ class Bench:
                     dashboard(engine, terminal, hz, page=page.name),
                     reading(engine, self.sizes),
                 ):
-                    await watch.begun(1.0)
+                    await watch.begun(SETTLE_S)
                     first = len(costs.frames)
                     while len(costs.frames) - 1 <= first + LEAST_FRAMES:
                         await asyncio.sleep(self.sizes.seconds)
                     found[page.name] = figures(costs.frames[first:-1])
                 await watch.at_rest()
-        print_rows({"page": page, **frame} for page, frame in found.items())
         return found
 
     async def _events(self, engine: AsyncEngine) -> dict[str, float]:
@@ -253,7 +239,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="pairs of cells")
     parser.add_argument("--run-ahead-ms", type=float, default=20.0)
     args = parser.parse_args()
-    args.parts = args.parts or list(ENGINES[args.engine].parts)
+    args.parts = args.parts or list(ENGINES[args.engine][1])
     if args.engine == "smollm2" and "chat" in args.parts:
         parser.error("--parts chat: an answer of the real model ends before it can be measured")
     return args
@@ -266,7 +252,7 @@ def config_of(args: argparse.Namespace, folder: Path) -> EngineConfig:
         device = "cuda" if args.engine == "gpu" else "cpu"
         options = {"run_ahead_ms": args.run_ahead_ms, "max_model_len": 16_384}
         return gpu_async.engine_config(folder, device, options)
-    target = write_config(folder, vocab=VOCAB)
+    target = write_config(folder, vocab=FrontSizes.vocab)
     chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     settings_file = target / "tokenizer_config.json"
     settings = json.loads(settings_file.read_text()) | {"chat_template": chat_template}
@@ -287,23 +273,12 @@ def run_part(name: str, config: EngineConfig, args: argparse.Namespace) -> Any:
     if name == "memory":
         return asyncio.run(screen_events.hour_of_events())
     if name.startswith("pages-"):
-        found = asyncio.run(screen_events.pages_cost(float(name.removeprefix("pages-"))))
-        print_rows({"page": page, **frame} for page, frame in found.items())
-        return found
-    is_simulated, kind = args.engine == "simulated", ENGINES[args.engine]
-    sizes = FrontSizes(
-        streams=kind.streams,
-        prompt=kind.prompt,
-        seconds=args.seconds,
-        rounds=args.rounds,
-        max_tokens=kind.max_tokens,
-        vocab=VOCAB,
-        read_every_s=kind.read_every_s,
-    )
+        return asyncio.run(screen_events.pages_cost(float(name.removeprefix("pages-"))))
+    sizes = replace(ENGINES[args.engine][0], seconds=args.seconds, rounds=args.rounds)
     if name == "chat":
         config = replace(config, skip_tokenizer_init=False)
-    simulation = Simulation(CHAT_STEP_MS if name == "chat" else 1.0, 100_001, 64, VOCAB)
-    with installed(simulation) if is_simulated else nullcontext():
+    simulation = Simulation(CHAT_STEP_MS if name == "chat" else 1.0, 100_001, 64, sizes.vocab)
+    with installed(simulation) if args.engine == "simulated" else nullcontext():
         return asyncio.run(Bench(config, sizes).run(name))
 
 
@@ -318,6 +293,8 @@ def main() -> None:
         for name in args.parts:
             print(f"-- {name}", flush=True)
             results[name] = run_part(name, config, args)
+            if name.startswith(("beside-", "pages-")):
+                print_rows({"page": page, **frame} for page, frame in results[name].items())
     write_report(args, results)
 
 

@@ -97,7 +97,7 @@ async def test_the_screens_parts_run_and_are_printed(
     import front_ends
 
     monkeypatch.setitem(modules[2].SETTLES_S, "stalled", 0.3)
-    monkeypatch.setattr(front_ends, "SETTLE_S", 0.1)
+    monkeypatch.setattr(modules[2], "SETTLE_S", 0.1)
     sizes = front_ends.FrontSizes(
         streams=2, prompt=8, seconds=0.2, rounds=1, max_tokens=4000, vocab=512
     )
