@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_decode import request
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.control import RunAhead
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.startup import build_engine
 from termgen.vocabulary.events import StepRecord
-from termgen.vocabulary.request import GenerationRequest
-from termgen.vocabulary.sampling_params import SamplingParams
 
 WARM_STEPS = 48
 """Enough for clocks and the measured step time to settle."""
@@ -69,16 +68,8 @@ def depth(name: str, ms: float) -> RunAhead:
     return {"sync": RunAhead(1, 0.0), "two": RunAhead(2, 0.0), "ahead": RunAhead(2, ms)}[name]
 
 
-def submit(core: EngineCore, name: str, prompt: int, output: int, vocab: int) -> None:
-    rng = random.Random(f"{name} {prompt}")
-    core.submit(
-        GenerationRequest(
-            request_id=name,
-            prompt_token_ids=tuple(rng.randrange(10, vocab) for _ in range(prompt)),
-            params=SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, seed=0),
-        ),
-        time.perf_counter_ns(),
-    )
+def submit(core: EngineCore, name: int, prompt: int, output: int, vocab: int) -> None:
+    core.submit(request(name, prompt, output, vocab), time.perf_counter_ns())
 
 
 class Decode:
@@ -96,7 +87,7 @@ class Decode:
         sizes = self._sizes
         for index in range(self._batch):
             room = sizes.most_steps + 256 + self._batch
-            submit(self._core, f"{index}", sizes.prompt, room, sizes.vocab)
+            submit(self._core, index, sizes.prompt, room, sizes.vocab)
         warm: list[StepRecord] = []
         while len(warm) < WARM_STEPS:
             self._core.step()
@@ -185,7 +176,7 @@ def job(core: EngineCore, sizes: Sizes, policy: RunAhead) -> dict[str, Any]:
     for _ in range(2):
         ring = core.bus.subscribe(100_000)
         for index, (prompt, output) in enumerate(lengths):
-            submit(core, f"{index}", prompt, output, sizes.vocab)
+            submit(core, index, prompt, output, sizes.vocab)
         drain(core)
         records = [e for e in ring.drain() if isinstance(e, StepRecord)]
         core.bus.unsubscribe(ring)

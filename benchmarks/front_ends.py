@@ -284,20 +284,17 @@ class Terminal:
         """Textual reads descriptor 0 and writes to descriptor 2. It takes the size from descriptor
         1, which is another terminal or none, unless the environment gives it."""
         saved = os.dup(0), os.dup(2)
-        before = {name: os.environ.get(name) for name in self._sizes}
-        os.environ |= self._sizes
         sys.stderr.flush()
         os.dup2(self._slave, 0)
         os.dup2(self._slave, 2)
         try:
-            yield
+            with patch.dict(os.environ, self._sizes):
+                yield
         finally:
             os.dup2(saved[0], 0)
             os.dup2(saved[1], 2)
             for descriptor in saved:
                 os.close(descriptor)
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     @contextmanager
     def unread(self) -> Iterator[None]:

@@ -106,20 +106,22 @@ def make_engine(model: Path, **options: Any) -> SyncEngine:
 FULL = {"max_num_seqs": 256, "max_num_batched_tokens": 16384, "enable_prefix_caching": False}
 
 
-def add(
-    engine: SyncEngine, index: int, prompt_tokens: int, output_tokens: int, **params: Any
-) -> None:
-    rng = random.Random(f"{index} {prompt_tokens}")
-    prompt = tuple(rng.randrange(10, 100_000) for _ in range(prompt_tokens))
-    engine.add(
-        GenerationRequest(
-            request_id=f"{index}",
-            prompt_token_ids=prompt,
-            params=SamplingParams(
-                max_tokens=output_tokens, temperature=0.0, ignore_eos=True, seed=index, **params
-            ),
-        )
+def request(
+    name: int, prompt_tokens: int, output_tokens: int, vocab: int, **params: Any
+) -> GenerationRequest:
+    """A request of random tokens, the same for the same name and length."""
+    rng = random.Random(f"{name} {prompt_tokens}")
+    return GenerationRequest(
+        request_id=f"{name}",
+        prompt_token_ids=tuple(rng.randrange(10, vocab) for _ in range(prompt_tokens)),
+        params=SamplingParams(
+            max_tokens=output_tokens, temperature=0.0, ignore_eos=True, seed=name, **params
+        ),
     )
+
+
+def add(engine: SyncEngine, name: int, prompt: int, output: int, **params: Any) -> None:
+    engine.add(request(name, prompt, output, 100_000, **params))
 
 
 def drain(engine: SyncEngine) -> None:

@@ -24,7 +24,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from hostile_kinds import ALL, CONNECTIONS, KINDS, bytes_of
@@ -41,6 +41,8 @@ from termgen.system.cpu_slices import share_lock_quickly, take_long_slices
 
 NUM_STREAMS = 4
 """Good ones, and as many hostile connections."""
+PAUSE_S = 0.2
+"""Rest of a hostile connection after each answer."""
 SETTLE_S = 0.1
 """Time after a change between quiet and hostile before gaps count."""
 
@@ -51,7 +53,7 @@ class Kind:
     windows: dict[bool, list[tuple[int, int]]]
     """(from, to) of each window, by whether the load was hostile."""
     held_ms: float = 0.0
-    answers: dict[str, int] = field(default_factory=dict)
+    answers: Counter[str] = field(default_factory=Counter)
     quiet: dict[str, float] = field(default_factory=dict)
     hostile: dict[str, float] = field(default_factory=dict)
 
@@ -75,14 +77,14 @@ async def ask(port: int, sent: bytes) -> str:
         writer.transport.abort()
 
 
-async def attack(port: int, kind: str, seconds: float, pause_s: float) -> dict[str, int]:
-    """Each connection pauses for `pause_s` after each answer."""
+async def attack(port: int, kind: str, seconds: float) -> dict[str, int]:
+    """Number of answers of each kind."""
     answers: Counter[str] = Counter()
     begun = int(time.time() * 1000) % 10**7
     end = time.monotonic() + seconds
 
     async def worker(place: int) -> None:
-        await asyncio.sleep(pause_s * place / NUM_STREAMS)
+        await asyncio.sleep(PAUSE_S * place / NUM_STREAMS)
         number = begun + place
         while time.monotonic() < end:
             try:
@@ -95,13 +97,13 @@ async def attack(port: int, kind: str, seconds: float, pause_s: float) -> dict[s
                 answer = "none in time"
             answers[answer] += 1
             number += NUM_STREAMS
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(PAUSE_S)
 
     await asyncio.gather(*(worker(place) for place in range(NUM_STREAMS)))
     return dict(answers)
 
 
-def attack_on_request(port: int, pause_s: float) -> None:
+def attack_on_request(port: int) -> None:
     """Read lines `SECONDS KIND`, and after that time answer each with the number of answers of each
     kind, in JSON."""
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # the server has precedence
@@ -111,7 +113,7 @@ def attack_on_request(port: int, pause_s: float) -> None:
         seconds, kind = line.strip().split(" ", 1)
         if kind not in CONNECTIONS:
             bytes_of(kind, 0)
-        print(json.dumps(asyncio.run(attack(port, kind, float(seconds), pause_s))), flush=True)
+        print(json.dumps(asyncio.run(attack(port, kind, float(seconds)))), flush=True)
 
 
 # -- the measurement -------------------------------------------------------------------------------
@@ -143,10 +145,8 @@ async def measure(kind: Kind, hostile: Process, watch: LoopWatch, args: argparse
         watch.reset()
         hostile.stdin.write(f"{args.seconds + 2 * SETTLE_S} {kind.name}\n".encode())
         kind.windows[True].append(await moment(args.seconds))
-        for answer, count in json.loads(await hostile.stdout.readline()).items():
-            kind.answers[answer] = kind.answers.get(answer, 0) + count
-        if watch.longest_ns > kind.held_ms * 1e6:
-            kind.held_ms = watch.longest_ns / 1e6
+        kind.answers.update(json.loads(await hostile.stdout.readline()))
+        kind.held_ms = max(kind.held_ms, watch.longest_ns / 1e6)
 
 
 def gaps_within(answers: list[Streamed], windows: list[tuple[int, int]]) -> dict[str, float]:
@@ -164,7 +164,7 @@ async def run_step(step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
     async with started(step_ms) as (engine, server):
         port = port_of(server)
         good = await Clients.start(port, [chat_body(4000)] * NUM_STREAMS)
-        command = (sys.executable, __file__, "--attack", str(port), "--pause", str(args.pause))
+        command = (sys.executable, __file__, "--attack", str(port))
         hostile = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         await asyncio.sleep(1.0)
         with watch.watching():
@@ -179,7 +179,7 @@ async def run_step(step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
     for kind in kinds:
         kind.quiet = gaps_within(answers, kind.windows[False])
         kind.hostile = gaps_within(answers, kind.windows[True])
-        rows.append({k: v for k, v in asdict(kind).items() if k != "windows"})
+        rows.append({k: v for k, v in vars(kind).items() if k != "windows"})
     together = {
         name: gaps_within(answers, [w for kind in kinds for w in kind.windows[is_on]])
         for name, is_on in (("quiet", False), ("hostile", True))
@@ -199,7 +199,7 @@ def show(result: dict[str, Any]) -> None:
             "p99": row["hostile"]["p99"],
             "ratio": row["hostile"]["p99"] / row["quiet"]["p99"],
             "held ms": row["held_ms"],
-            "answers": row["answers"],
+            "answers": dict(row["answers"]),
         }
         for row in (*result["kinds"], together)
     )
@@ -211,7 +211,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kind", nargs="+", default=list(ALL), choices=(*ALL, *KINDS))
     parser.add_argument("--seconds", type=float, default=0.5, help="of each moment")
     parser.add_argument("--rounds", type=int, default=1, help="quiet and hostile moments each")
-    parser.add_argument("--pause", type=float, default=0.2, help="rest after each hostile answer")
     parser.add_argument("--attack", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.kind = [name for kind in args.kind for name in KINDS.get(kind, (kind,))]
@@ -221,7 +220,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     if args.attack:
-        attack_on_request(args.attack, args.pause)
+        attack_on_request(args.attack)
         return
     share_lock_quickly()  # as `termgen serve` does
     facts, results = machine_facts(), []

@@ -97,7 +97,7 @@ LEAST_FRAMES = 4
 ON_GPU = ("dashboard-10", "stalled", "sse")
 ENGINES: dict[str, tuple[FrontSizes, Sequence[str]]] = {  # the load, and the parts by default
     "simulated": (FrontSizes(64, 32, 24_000, READ_EVERY_S), [p for p in PARTS if p != "sse"]),
-    "smollm2": (FrontSizes(4, 32, 3000), [*TURNS[:2], *TURNS[3:5]]),
+    "smollm2": (FrontSizes(4, 32, 3000, READ_EVERY_S), [*TURNS[:2], *TURNS[3:5]]),
     "gpu": (FrontSizes(64, 512, 15_000), ON_GPU),
     "tiny": (FrontSizes(4, 16, 15_000), ON_GPU),
 }

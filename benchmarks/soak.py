@@ -31,6 +31,7 @@ from termgen.vocabulary.sampling_params import SamplingParams
 
 VOCAB = 2048
 NUM_PREFIXES = 40
+READERS = 40
 
 
 @dataclass
@@ -70,41 +71,28 @@ class Soak:
         return tuple(prompt), params, leaves, rng.randrange(0, 30)
 
     async def ask(self, index: int) -> None:
+        """Read one answer to its end, or until its reader leaves."""
         prompt, params, leaves, at = self.draw()
-        if leaves == "cancels":  # at any time, even in the queue
-            task = asyncio.create_task(self._read(index, prompt, params))
-            await asyncio.wait((task,), timeout=at / 1000)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            self.endings["cancelled" if task.cancelled() else "too late to cancel"] += 1
-            return
-        self.endings[await self._read(index, prompt, params, leaves=leaves, at=at)] += 1
-
-    async def _read(
-        self,
-        index: int,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        *,
-        leaves: str = "stays",
-        at: int = 0,
-    ) -> str:
-        """Read to the end, or until the reader leaves; returns how it ended."""
         ending, seen, name = "nothing", 0, f"soak-{index}"
         stream = self.engine.generate(prompt, params, request_id=name)
-        async for delta in stream:
-            assert delta.error is None, delta.error
-            seen += len(delta.token_ids)
-            ending = str(delta.finish_reason or ending)
-            if leaves == "closes" and seen > at:
-                await stream.aclose()
-                ending = "closed"
-                break
-            if leaves == "aborts" and seen > at:
-                await self.engine.abort(name)
-                leaves = "stays"
+        try:
+            # A reader is cancelled at any time, even in the queue.
+            async with asyncio.timeout(at / 1000 if leaves == "cancels" else None):
+                async for delta in stream:
+                    assert delta.error is None, delta.error
+                    seen += len(delta.token_ids)
+                    ending = str(delta.finish_reason or ending)
+                    if leaves == "closes" and seen > at:
+                        await stream.aclose()
+                        ending = "closed"
+                        break
+                    if leaves == "aborts" and seen > at:
+                        await self.engine.abort(name)
+                        leaves = "stays"
+        except TimeoutError:
+            ending = "cancelled"
         self.num_tokens += seen
-        return ending
+        self.endings[ending] += 1
 
     async def check_at_rest(self) -> dict[str, int]:
         """Raise AssertionError for anything still held."""
@@ -186,14 +174,12 @@ def soak_config(folder: Path, **options: Any) -> EngineConfig:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--at-once", type=int, default=40, help="readers")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     share_lock_quickly()  # as the command line does
     with tempfile.TemporaryDirectory() as folder:
         config = soak_config(write_config(Path(folder), vocab=VOCAB))
         result = asyncio.run(
-            soak(config, requests=args.requests, at_once=args.at_once, seed=args.seed, samples=20)
+            soak(config, requests=args.requests, at_once=READERS, seed=0, samples=20)
         )
     print(
         f"{result['requests']} requests, {result['tokens']} tokens read, "

@@ -1,7 +1,6 @@
 """Tilings of `small_gemm`, and the measured choice for each shape.
 
-The table is made on the device by `benchmarks/gpu_gemm.py`, out of the candidates of
-`benchmarks/gemm_candidates.py`.
+The table is made on the device by `benchmarks/gpu_gemm.py`, out of that program's candidates.
 """
 
 from __future__ import annotations

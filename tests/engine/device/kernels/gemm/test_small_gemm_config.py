@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[5] / "benchmarks"))
-from gemm_candidates import candidates
+from gpu_gemm import candidates
 
 from termgen.engine.device.kernels.gemm.small_gemm_config import (
     MAX_ROWS,
