@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,7 @@ def steps_per_s(records: Sequence[StepRecord]) -> float:
 
 def gaps_us(records: Sequence[StepRecord]) -> list[float]:
     """Times from the end of a step on the device to the start of the next."""
-    pairs = zip(records, records[1:], strict=False)
-    return [(two.started_ns - one.ended_ns) / 1e3 for one, two in pairs]
+    return [(two.started_ns - one.ended_ns) / 1e3 for one, two in pairwise(records)]
 
 
 def idle_share(records: Sequence[StepRecord]) -> float:
@@ -209,24 +209,27 @@ def profiled_gaps(work: Callable[[], object]) -> dict[str, float]:
 def gaps_between_replays(events: Sequence[dict[str, Any]], *, skip: int = 0) -> dict[str, float]:
     """events: the device's, by start; `ts` and `dur` in microseconds. skip: replays to ignore at
     the beginning, because nothing is launched while a profiler starts."""
-    replays: dict[int | None, list[float]] = {}
-    for event in events:
-        begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-        span = replays.setdefault(event.get("args", {}).get("correlation"), [begin, end, 0.0])
-        span[1], span[2] = max(span[1], end), span[2] + 1
+    spans = [(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events]
+    replays: dict[int | None, list[tuple[float, float]]] = {}
+    for event, span in zip(events, spans, strict=True):
+        replays.setdefault(event.get("args", {}).get("correlation"), []).append(span)
     replays.pop(None, None)
-    steps = sorted(span for span in replays.values() if span[2] > 8)[skip:]
+    whole = [
+        (min(found)[0], max(end for _, end in found))
+        for found in replays.values()
+        if len(found) > 8
+    ]
+    steps = sorted(whole)[skip:]
     if len(steps) < 3:
         return {"profiled_gap_us": float("nan"), "profiled_idle_share": float("nan")}
     idles = []
-    for one, two in zip(steps, steps[1:], strict=False):
-        clear, gap = one[1], 0.0
-        for event in events:
-            begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-            if end > clear and begin < two[0]:
+    for (_, clear), (next_begin, _) in pairwise(steps):
+        gap = 0.0
+        for begin, end in spans:
+            if end > clear and begin < next_begin:
                 gap += max(0.0, begin - clear)
                 clear = max(clear, end)
-        idles.append(gap + max(0.0, two[0] - clear))
+        idles.append(gap + max(0.0, next_begin - clear))
     span_us = steps[-1][1] - steps[0][0]
     return {"profiled_gap_us": statistics.mean(idles), "profiled_idle_share": sum(idles) / span_us}
 

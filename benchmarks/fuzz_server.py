@@ -51,15 +51,6 @@ class Answer:
     content: bytes
 
 
-@dataclass
-class Fault:
-    what: str
-    seed: str
-    kind: str
-    path: str
-    detail: str
-
-
 async def ask(port: int, sent: Body) -> Answer:
     """Raises ConnectionError or IncompleteReadError where the connection ends without an answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -124,7 +115,7 @@ class Fuzz:
     def __init__(self, server: ServerProcess, folder: Path) -> None:
         self._server = server
         self._folder = folder
-        self.faults: list[Fault] = []
+        self.faults: list[dict[str, str]] = []
         self.counts: Counter[str] = Counter()
         self.num_done = 0
 
@@ -153,18 +144,19 @@ class Fuzz:
             self.counts[f"{sent.kind} {answer.status}"] += 1
         if what:
             detail = answer.content[:600].decode(errors="replace") if answer else ""
-            self._add(Fault(what, seed, sent.kind, sent.path, detail), sent)
+            fault = {"what": what, "seed": seed, "kind": sent.kind, "path": sent.path}
+            self._add({**fault, "detail": detail}, sent.content)
         self.num_done += 1
         if self.num_done % 1000 == 0:
             print(f"{self.num_done} sent, {len(self.faults)} faults", file=sys.stderr, flush=True)
 
-    def _add(self, fault: Fault, sent: Body) -> None:
+    def _add(self, fault: dict[str, str], content: bytes) -> None:
         self.faults.append(fault)
-        name = f"{fault.what} {fault.kind} {fault.seed}"
+        name = f"{fault['what']} {fault['kind']} {fault['seed']}"
         name = "".join(letter if letter.isalnum() else "-" for letter in name)
-        (self._folder / f"{name}.json").write_bytes(sent.content)
+        (self._folder / f"{name}.json").write_bytes(content)
         with (self._folder / "faults.jsonl").open("a") as lines:
-            print(json.dumps(vars(fault)), file=lines)
+            print(json.dumps(fault), file=lines)
 
 
 async def fuzz(server: ServerProcess, args: argparse.Namespace) -> bool:
@@ -186,7 +178,7 @@ async def fuzz(server: ServerProcess, args: argparse.Namespace) -> bool:
         "seed": args.seed,
         "sent": run.num_done,
         "per_second": run.num_done / seconds,
-        "faults": Counter(f"{fault.what} ({fault.kind})" for fault in run.faults),
+        "faults": Counter(f"{fault['what']} ({fault['kind']})" for fault in run.faults),
         "answers": dict(sorted(run.counts.items())),
         "good_client": {
             "p99_ms_alone": alone["p99"],

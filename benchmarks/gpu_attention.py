@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpu_gemm import time_chain
 
 from termgen.engine.device.attention.reference import paged_attention
 from termgen.engine.device.kernels.attention import (
@@ -78,26 +78,6 @@ class Batch:
         self.scale = heads[2] ** -0.5
 
 
-def time_chain(calls: list[Callable[[], None]]) -> float:
-    """Microseconds per call, the median of 20 replays of the whole chain."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(23):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times[3:])[10]
-
-
 def is_near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     error = (actual.double() - expected).norm() / expected.norm()
     return bool(error < 1e-2)
@@ -132,7 +112,7 @@ def time_decode(batch: Batch, config: DecodeConfig) -> float | None:
     )  # fmt: skip
     if not is_near(out, expected):
         return None
-    return time_chain([lambda cache=cache: call(cache) for cache in batch.caches])
+    return 1e6 * time_chain(call, batch.caches, torch.cuda.Stream(), least_calls=1)
 
 
 def time_prefill(batch: Batch, config: PrefillConfig) -> float | None:
@@ -162,7 +142,7 @@ def time_prefill(batch: Batch, config: PrefillConfig) -> float | None:
     )  # fmt: skip
     if not is_near(out[:512], expected):
         return None
-    return time_chain([lambda cache=cache: call(cache) for cache in batch.caches[:2]])
+    return 1e6 * time_chain(call, batch.caches[:2], torch.cuda.Stream(), least_calls=1)
 
 
 def report(name: str, config: object, us: float | None, amount: float, unit: str) -> None:

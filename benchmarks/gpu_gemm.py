@@ -161,17 +161,6 @@ def _split_choices(tiles: int, steps: int) -> list[int]:
 # -- measurement -----------------------------------------------------------------------------------
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--output", type=Path, help="where to write the table")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device")
-    return args
-
-
 def make_workspace(configs: Iterable[SmallGemmConfig], n: int) -> SmallGemmWorkspace:
     configs = list(configs)
     return SmallGemmWorkspace(
@@ -209,19 +198,20 @@ def compile_all(work: Iterable[tuple[SmallGemmConfig, int]]) -> set[SmallGemmCon
 
 def time_chain(
     product: Callable[[torch.Tensor], object],
-    weights: list[torch.Tensor],
+    copies: list[torch.Tensor],
     stream: torch.cuda.Stream,
+    least_calls: int = CHAIN,
 ) -> float:
-    """Seconds of one product in a recorded chain over the copies of a weight."""
-    calls = max(CHAIN, len(weights))
+    """Seconds of one call in a recorded chain over the copies of what it reads."""
+    calls = max(least_calls, len(copies))
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        product(weights[0])
+        product(copies[0])
         stream.synchronize()
         graph.capture_begin()
         for call in range(calls):
-            product(weights[call % len(weights)])
+            product(copies[call % len(copies)])
         graph.capture_end()
 
         def replay(times: int) -> float:
@@ -318,7 +308,11 @@ def literal(config: SmallGemmConfig | None) -> str:
 
 
 def main() -> None:
-    args = parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--output", type=Path, help="where to write the table")
+    args = parser.parse_args()
     started = perf_counter()
     cells = [
         Cell(model, name, m, n, k)

@@ -1,19 +1,6 @@
 """The longest turn of the screen's loop while long answers are laid out, in processor time.
 
-    python benchmarks/long_answers.py
-
-open     an old chat: a table of 1,000 rows, and 30 answers of a page
-resize   the same for another width
-stream   a table of 1,000 rows, by 400 characters
-wider    another width while it is streamed
-end      a line of wider columns, and what ends the table
-code     1,000 lines of it, by 400 characters
-wide     another width while they are streamed
-go on    30 pages behind it, by 400 characters
-narrow   another width while they are streamed
-close    the end of it, with a link that is defined there
-unfold   30,000 characters of thoughts
-mark     a question of 30,000 characters
+python benchmarks/long_answers.py
 """
 
 from __future__ import annotations
@@ -80,7 +67,7 @@ async def measure(watch: LoopWatch) -> None:
 
     async def report(name: str) -> None:
         await asyncio.sleep(SETTLE_S)
-        print(f"{name:8}{watch.longest_ns / 1e6:8.1f} ms", flush=True)
+        print(f"{watch.longest_ns / 1e6:6.1f} ms  {name}", flush=True)
         watch.reset()
 
     async with app.run_test(size=(110, 40)) as pilot:
@@ -92,43 +79,43 @@ async def measure(watch: LoopWatch) -> None:
         watch.reset()
         sheet.set_entries([answer(text) for text in [TABLE, *[PAGE] * 30]])
         sheet.to_end()
-        await report("open")
+        await report("opening an old chat: a table of 1,000 rows, and 30 answers of a page")
         await pilot.resize_terminal(80, 40)
-        await report("resize")
+        await report("resizing it")
         streaming = answer("", is_open=True)
         streaming.turn.thought.text = LONG
         streaming.turn.thought.is_over = True
         sheet.add(streaming)
         await stream(sheet, streaming, TABLE)
-        await report("stream")
+        await report("the same table as it is streamed, by 400 characters")
         await pilot.resize_terminal(90, 40)
-        await report("wider")
+        await report("another width while it is streamed")
         await stream(sheet, streaming, f"| {'a wider name ' * 2} | 1 | |\n\nThe end [of][it].\n\n")
-        await report("end")
+        await report("its end, after a line of wider columns")
         await stream(sheet, streaming, CODE)
-        await report("code")
+        await report("1,000 lines of code behind it, by 400 characters")
         await pilot.resize_terminal(100, 40)
-        await report("wide")
+        await report("another width while they are streamed")
         await stream(sheet, streaming, "```\n\n")
         await stream(sheet, streaming, PAGE * 30)
-        await report("go on")
+        await report("30 pages behind them, by 400 characters")
         await pilot.resize_terminal(70, 40)
-        await report("narrow")
+        await report("another width while they are streamed")
         await stream(sheet, streaming, "\n[it]: http://x.y\n")
         streaming.turn.end(AnswerState.DONE)
         streaming.close()
         sheet.update(streaming)
-        await report("close")
+        await report("the end of the answer, with a link that is defined there")
         streaming.fold_thoughts()
         sheet.update(streaming)
-        await report("unfold")
+        await report("unfolding 30,000 characters of thoughts")
         question = QuestionEntry(Turn(LONG), lambda action: action)
         sheet.add(question)
         await asyncio.sleep(SETTLE_S)
         watch.reset()
         question.is_marked = True
         sheet.update(question)
-        await report("mark")
+        await report("marking a question of 30,000 characters")
 
 
 if __name__ == "__main__":

@@ -49,10 +49,9 @@ STEP = make_step_record(
 class EventfulEngine(FakeEngine):
     """Publishes steps that are never computed."""
 
-    def __init__(self, rows: int, step_ns: int, life_steps: int) -> None:
+    def __init__(self, step_ns: int, life_steps: int) -> None:
         """Each row's request is replaced every `life_steps` steps, not all at once."""
-        super().__init__(model=make_model_info(max_num_seqs=rows))
-        self._rows_running = rows
+        super().__init__(model=make_model_info(max_num_seqs=ROWS))
         self._life_steps = life_steps
         self._step_ns = step_ns
         self._rng = random.Random(7)
@@ -61,8 +60,8 @@ class EventfulEngine(FakeEngine):
         self._snapshot = self._state()
 
     def request_ids(self) -> list[str]:
-        rows, step, life = self._rows_running, self.num_steps, self._life_steps
-        return [f"r{row}-{(step + row * life // rows) // life}" for row in range(rows)]
+        step, life = self.num_steps, self._life_steps
+        return [f"r{row}-{(step + row * life // ROWS) // life}" for row in range(ROWS)]
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -75,7 +74,7 @@ class EventfulEngine(FakeEngine):
         self._snapshot = self._state()
 
     def _step(self) -> None:
-        rows, now = self._rows_running, self.time_ns
+        now = self.time_ns
         self.num_steps += 1
         self.time_ns = end = now + round(self._step_ns * self._rng.uniform(0.9, 1.1))
         host_us = self._rng.uniform(100.0, 200.0)
@@ -89,9 +88,9 @@ class EventfulEngine(FakeEngine):
                 applied_ns=end + round(300 * host_us),
                 schedule_us=0.2 * host_us,
                 apply_us=0.3 * host_us,
-                num_decode_rows=rows,
-                num_sampled_tokens=rows,
-                num_running=rows,
+                num_decode_rows=ROWS,
+                num_sampled_tokens=ROWS,
+                num_running=ROWS,
                 num_used_blocks=self._num_used_blocks(),
                 num_free_blocks=NUM_BLOCKS * 3 // 4 - self._num_used_blocks(),
                 landed_ns=end,
@@ -104,7 +103,7 @@ class EventfulEngine(FakeEngine):
 
     def _num_used_blocks(self) -> int:
         """Grows with the requests' tokens, and wraps around."""
-        return NUM_BLOCKS // 4 + self.num_steps * self._rows_running // 16 % (NUM_BLOCKS // 4)
+        return NUM_BLOCKS // 4 + self.num_steps * ROWS // 16 % (NUM_BLOCKS // 4)
 
     def _replace(self, old: str, new: str) -> None:
         now = self.time_ns
@@ -120,28 +119,28 @@ class EventfulEngine(FakeEngine):
         return self._snapshot
 
     def _state(self) -> EngineSnapshot:
-        rows, used = self._rows_running, self._num_used_blocks()
+        used = self._num_used_blocks()
         states = np.full(NUM_BLOCKS, BlockState.FREE, np.uint8)
         states[:used] = BlockState.ACTIVE
         states[used : used + NUM_BLOCKS // 4] = BlockState.CACHED
-        owners = np.where(states == BlockState.ACTIVE, np.arange(NUM_BLOCKS) % rows, -1)
+        owners = np.where(states == BlockState.ACTIVE, np.arange(NUM_BLOCKS) % ROWS, -1)
         return make_snapshot(
             time_ns=self.time_ns,
             requests=tuple(self._view(row, name) for row, name in enumerate(self.request_ids())),
-            num_running=rows,
+            num_running=ROWS,
             num_used_blocks=used,
             num_cached_blocks=NUM_BLOCKS // 4,
             num_free_blocks=NUM_BLOCKS * 3 // 4 - used,
             block_states=states,
             block_owners=owners.astype(np.int32),
-            max_num_seqs=rows,
+            max_num_seqs=ROWS,
             max_num_batched_tokens=2048,
             last_progress_ns=self.time_ns,
         )
 
     def _view(self, row: int, request_id: str) -> RequestView:
         life = self._life_steps
-        done = (self.num_steps + row * life // self._rows_running) % life
+        done = (self.num_steps + row * life // ROWS) % life
         age_s = done * self._step_ns / 1e9
         blocks = (100 + done) // 16 + 1
         return RequestView(
@@ -152,7 +151,7 @@ class EventfulEngine(FakeEngine):
 async def hour_of_events() -> dict[str, Any]:
     """Resident memory while an hour goes through the store, as fast as it takes it. The app runs
     without a terminal; every second is drawn once, on each page in turn."""
-    engine = EventfulEngine(ROWS, STEP_NS, LIFE_STEPS)
+    engine = EventfulEngine(STEP_NS, LIFE_STEPS)
     app = dashboard_app(engine, 0.001, now_ns=lambda: engine.time_ns)
     marks: list[tuple[int, float]] = []
     async with app.run_test(size=(120, 40)) as pilot:
@@ -177,7 +176,7 @@ async def hour_of_events() -> dict[str, Any]:
 async def pages_cost(hz: float) -> dict[str, dict[str, float]]:
     """A frame of each page, for steps of 1 ms by a clock that no other program slows down, and `hz`
     frames a second."""
-    engine = EventfulEngine(ROWS, SECOND_NS // 1000, 24_000)
+    engine = EventfulEngine(SECOND_NS // 1000, 24_000)
     found: dict[str, dict[str, float]] = {}
     with Terminal() as terminal:
         clock = {"now_ns": lambda: engine.time_ns}
