@@ -21,12 +21,7 @@ import sys
 import termios
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    ExitStack,
-    asynccontextmanager,
-    contextmanager,
-)
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -95,14 +90,12 @@ class FrameCosts:
             self.frames[-1].num_bytes += len(data.encode())
             write(driver, data)
 
-        with ExitStack() as stack:
-            stack.enter_context(timed_callbacks(self._add))
-            for owner, name, new in (
-                (EventReader, "_drain", timed_drain),
-                (DashboardScreen, "refresh_view", marked_refresh),
-                (PatientDriver, "write", counted_write),
-            ):
-                stack.enter_context(patch.object(owner, name, new))
+        with (
+            timed_callbacks(self._add),
+            patch.object(EventReader, "_drain", timed_drain),
+            patch.object(DashboardScreen, "refresh_view", marked_refresh),
+            patch.object(PatientDriver, "write", counted_write),
+        ):
             yield self
 
     def _add(self, handle: Any, spent_ns: int) -> None:

@@ -79,9 +79,6 @@ class Cell:
         return self.best if self.best_us * TIE < self.cublas_us else None
 
 
-# -- candidates ------------------------------------------------------------------------------------
-
-
 def candidates(m: int, n: int, k: int, dtype: torch.dtype) -> list[SmallGemmConfig]:
     """Candidates worth timing for this shape, at most a dozen, the likelier ones first."""
     found: list[SmallGemmConfig] = []
@@ -156,9 +153,6 @@ def _split_choices(tiles: int, steps: int) -> list[int]:
         return load + (0.5 if splits > 1 else 0.0) + 0.05 * splits
 
     return sorted((s for s in _SPLITS if s <= most), key=evenness)[:2]
-
-
-# -- measurement -----------------------------------------------------------------------------------
 
 
 def make_workspace(configs: Iterable[SmallGemmConfig], n: int) -> SmallGemmWorkspace:

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_http.py [--models qwen3-0.6b llama-3.1-8b] [--loads NAME ...]
     python benchmarks/gpu_http.py --models llama-3.1-8b --loads 12/s --serve "" "--run-ahead-ms 0"
-    python benchmarks/gpu_http.py --device cpu                # a tiny model, to try the command out
+    python benchmarks/gpu_http.py --models tiny               # on a CPU, to try the command out
 
 A server with random weights and real shapes, and `termgen bench serve` in a process of its own.
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import parser_of, print_rows, write_report
-from made_up_models import MODELS, REAL, write_config
+from made_up_models import MODELS, write_config
 from servers import ServerProcess
 
 LOADS = {"qwen3-0.6b": ("256", "40/s", "1"), "llama-3.1-8b": ("256", "12/s", "30/s", "1")}
@@ -35,10 +35,9 @@ FIGURES = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", choices=REAL, default=list(LOADS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(LOADS))
     parser.add_argument("--loads", nargs="+", help="256, 1 or N/s (default: those of the tables)")
     parser.add_argument("--serve", nargs="+", default=[""], help="settings of a server, one string")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args()
 
 
@@ -73,16 +72,16 @@ def measure(server: ServerProcess, load: str, scale: float) -> dict[str, Any]:
 
 def main() -> None:
     args = parse_args()
-    is_tiny = args.device == "cpu"
     cells = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in ["tiny"] if is_tiny else args.models:
+        for name in args.models:
+            device, scale = ("cpu", 0.1) if name == "tiny" else ("cuda", 1.0)
             path = write_config(Path(folder), name, vocab=MODELS[name]["vocab_size"])
             for settings in args.serve:
-                options = ["--device", args.device, "--no-log-requests", *shlex.split(settings)]
+                options = ["--device", device, "--no-log-requests", *shlex.split(settings)]
                 with ServerProcess(path, options) as server:
                     for load in args.loads or LOADS.get(name, ("256", "40/s", "1")):
-                        found = measure(server, load, 0.1 if is_tiny else 1.0)
+                        found = measure(server, load, scale)
                         cells.append({"model": name, "load": load, "serve": settings, **found})
                         print_rows(cells[-1:])
     write_report(args, cells)

@@ -26,6 +26,7 @@ from termgen.vocabulary.step import StepPlan, StepResult
 
 BLOCK_SIZE = 16
 PREFILL_TOKENS = 65_536
+CASES = [(batch, context) for batch in (1, 8, 64, 256) for context in (1024, 4096, 16384)]
 Times = npt.NDArray[np.float64]
 
 
@@ -111,15 +112,12 @@ def time_windows(batch_size: int, context: int, windows: int) -> Times:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--windows", type=int, default=25, help="timed windows of 16 steps a case")
     parser.add_argument("--rounds", type=int, default=3, help="times every case is run, in turn")
     args = parser.parse_args()
-    cases = [(batch, context) for batch in args.batch_sizes for context in args.contexts]
-    times: dict[tuple[int, int], list[Times]] = {case: [] for case in cases}
+    times: dict[tuple[int, int], list[Times]] = {case: [] for case in CASES}
     for _ in range(args.rounds):
-        for case in cases:
+        for case in CASES:
             times[case].append(time_windows(*case, args.windows))
     results = []
     for (batch, context), rounds in times.items():

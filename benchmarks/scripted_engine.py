@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))
 from fake_engine import FakeEngine, make_model_info
 
 
+@dataclass(slots=True)
 class _Row:
-    __slots__ = ("arrival_ns", "count", "first_ns", "request_id", "stream", "wanted")
-
-    def __init__(self, request_id: str, wanted: int) -> None:
-        self.request_id = request_id
-        self.wanted = wanted
-        self.count = 0
-        self.stream = DeltaStream(1)
-        self.arrival_ns = time.perf_counter_ns()
-        self.first_ns = 0
+    request_id: str
+    wanted: int
+    count: int = 0
+    first_ns: int = 0
+    arrival_ns: int = field(default_factory=time.perf_counter_ns)
+    stream: DeltaStream = field(default_factory=lambda: DeltaStream(1))
 
 
 class ScriptedEngine(FakeEngine):

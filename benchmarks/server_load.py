@@ -182,13 +182,6 @@ async def drop_part(args: argparse.Namespace) -> dict[str, Any]:
         engine = await AsyncEngine.start(
             EngineConfig(model=model, max_num_seqs=16, max_model_len=512, **options)
         )
-        try:
-            return await dropping(engine, args)
-        finally:
-            await engine.shutdown()
-
-
-async def dropping(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, Any]:
     async with serving(engine, max_queue=0) as server:
         await asyncio.sleep(0.2)
         connections = server._uvicorn.server_state.connections
@@ -206,6 +199,7 @@ async def dropping(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, A
             },
         )
         metrics = (await server._state.render_metrics()).decode()
+    await engine.shutdown()
     print(f"{args.clients} clients dropped in {wall_s:.1f} s: {counts}")
     print("left behind:", left)
     print(*(line for line in metrics.splitlines() if "termgen_client_disc" in line), sep="\n")
