@@ -177,6 +177,11 @@ CONTESTANTS: dict[str, Callable[[Path, int], Generate]] = {
 SAME = ("termgen float32", "transformers float32")
 """The two that do the same arithmetic: the rounds in which their tokens are equal are counted."""
 ID_RANGE = (1000, 20_000)  # plain words in any vocabulary
+MEASURES = {  # (batch size, prompt tokens, decoded tokens)
+    "decode, batch 1, tokens/s": (1, 16, 48),
+    "decode, batch 8, tokens/s": (MAX_BATCH, 16, 48),
+    "256-token prompt, s": (1, 256, 0),
+}
 
 
 def serve(name: str, model: Path, threads: int, pipe: Connection) -> None:
@@ -239,8 +244,6 @@ def main() -> None:
     parser.add_argument("--model", help="catalog name or .gguf file (default: smollm2-135m)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--decode-tokens", type=int, default=48, help="timed tokens a round")
-    parser.add_argument("--prompt-tokens", type=int, default=256, help="prompt of the prefill")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, help="leave out the others")
     args = parser.parse_args()
     local = resolve_model(args.model)
@@ -259,15 +262,10 @@ def main() -> None:
     rng = np.random.default_rng(0)
     for contestant in contestants:  # warm up: allocators, thread pools, page cache
         contestant.generate(rng.integers(*ID_RANGE, (MAX_BATCH, 32)).tolist(), 4)
-    measures = {  # (batch size, prompt tokens, decoded tokens)
-        "decode, batch 1, tokens/s": (1, 16, args.decode_tokens),
-        "decode, batch 8, tokens/s": (MAX_BATCH, 16, args.decode_tokens),
-        f"{args.prompt_tokens}-token prompt, s": (1, args.prompt_tokens, 0),
-    }
     values: dict[tuple[str, str], list[float]] = defaultdict(list)
-    num_equal: dict[str, int] = dict.fromkeys(measures, 0)
+    num_equal: dict[str, int] = dict.fromkeys(MEASURES, 0)
     for index in range(args.rounds):
-        for measure, (batch, prompt, decoded) in measures.items():
+        for measure, (batch, prompt, decoded) in MEASURES.items():
             prompts = rng.integers(*ID_RANGE, (batch, prompt)).tolist()
             tokens = {}
             for contestant in contestants:

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import numpy as np
 from async_engine_parts import idle_share, steps_per_s
@@ -309,14 +309,8 @@ class Terminal:
 
 def app_of(engine: Any, **options: Any) -> TermgenApp:
     """The app on an engine that is there already, and stays."""
-
-    async def start(progress: object) -> Any:
-        return engine
-
-    async def stop() -> None:
-        return None
-
-    return TermgenApp(start, stop_engine=stop, **options)
+    start = AsyncMock(return_value=engine)
+    return TermgenApp(start, stop_engine=AsyncMock(), **options)
 
 
 def dashboard_app(engine: Any, hz: float, **options: Any) -> TermgenApp:

@@ -205,25 +205,16 @@ async def again(server: ServerProcess, args: argparse.Namespace) -> bool:
     return what is None
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument(
-        "--per-second",
-        type=float,
-        default=20.0,
-        help="requests begun in a second; 0: as many as are answered, which takes both cores",
-    )
+    parser.add_argument("--per-second", type=float, default=20.0, help="0: as many as it answers")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--alone", type=float, default=15.0, help="seconds without the others")
     parser.add_argument("--most-slower", type=float, default=2.0, help="ratio of 99th percentiles")
     parser.add_argument("--output", type=Path, default=Path("fuzz_faults"))
     parser.add_argument("--replay", metavar="SEED/INDEX")
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = parse_args()
+    args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -54,8 +54,6 @@ class Kind:
     """(from, to) of each window, by whether the load was hostile."""
     held_ms: float = 0.0
     answers: Counter[str] = field(default_factory=Counter)
-    quiet: dict[str, float] = field(default_factory=dict)
-    hostile: dict[str, float] = field(default_factory=dict)
 
 
 # -- the attackers, a process of their own ---------------------------------------------------------
@@ -175,11 +173,16 @@ async def run_step(step_ms: float, args: argparse.Namespace) -> dict[str, Any]:
         if errors := [answer.error for answer in answers if answer.error]:
             raise SystemExit(f"a good stream failed: {errors[0]}")
         left = await left_behind(engine, server)
-    rows = []
-    for kind in kinds:
-        kind.quiet = gaps_within(answers, kind.windows[False])
-        kind.hostile = gaps_within(answers, kind.windows[True])
-        rows.append({k: v for k, v in vars(kind).items() if k != "windows"})
+    rows = [
+        {
+            "name": kind.name,
+            "held_ms": kind.held_ms,
+            "answers": kind.answers,
+            "quiet": gaps_within(answers, kind.windows[False]),
+            "hostile": gaps_within(answers, kind.windows[True]),
+        }
+        for kind in kinds
+    ]
     together = {
         name: gaps_within(answers, [w for kind in kinds for w in kind.windows[is_on]])
         for name, is_on in (("quiet", False), ("hostile", True))

@@ -321,11 +321,7 @@ def show(samples: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
         }
         for one in samples[:: max(1, len(samples) // 20)]
     )
-    print("answers: " + ", ".join(f"{n} {what[:70]}" for what, n in summary["endings"].items()))
-    print_rows({"second half": name, **grown} for name, grown in summary["verdict"].items())
-    for fault in summary["faults"]:
-        print(f"fault: {fault[:500]}")
-    print("flat" if summary["is_flat"] else "NOT flat")
+    print(json.dumps(summary, indent=1))
 
 
 def main() -> int:

@@ -171,11 +171,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--seconds", type=float, default=14.0)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    print(
-        asyncio.run(record(args.target, tiny=args.tiny, seconds=args.seconds, seed=args.seed)),
-        flush=True,
-    )
+    print(asyncio.run(record(**vars(parser.parse_args()))), flush=True)
 
 
 if __name__ == "__main__":

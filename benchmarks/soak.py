@@ -11,7 +11,6 @@ no stream, no text. Prints the process's resident memory (RSS) on the way.
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import sys
 import tempfile
@@ -139,7 +138,6 @@ async def soak(
         snapshot = await engine.snapshot()
     finally:
         await engine.shutdown()
-    gc.collect()
     return {
         "requests": requests,
         "seconds": seconds,
@@ -152,22 +150,19 @@ async def soak(
     }
 
 
-def soak_config(folder: Path, **options: Any) -> EngineConfig:
+def soak_config(folder: Path, load_format: str = "dummy") -> EngineConfig:
     """16 slots, and blocks for about half of their requests."""
     return EngineConfig(
-        **{
-            "model": str(folder),
-            "load_format": "dummy",
-            "device": "cpu",
-            "threads": 1,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 128,
-            "max_model_len": 256,
-            "block_size": 16,
-            "num_gpu_blocks_override": 70,
-            "async_scheduling": True,
-            **options,
-        }
+        model=str(folder),
+        load_format=load_format,
+        device="cpu",
+        threads=1,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        max_model_len=256,
+        block_size=16,
+        num_gpu_blocks_override=70,
+        async_scheduling=True,
     )
 
 
