@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -145,18 +146,14 @@ class Fuzz:
         if what:
             detail = answer.content[:600].decode(errors="replace") if answer else ""
             fault = {"what": what, "seed": seed, "kind": sent.kind, "path": sent.path}
-            self._add({**fault, "detail": detail}, sent.content)
+            self.faults.append({**fault, "detail": detail})
+            name = re.sub(r"\W", "-", f"{what} {sent.kind} {seed}")
+            (self._folder / f"{name}.json").write_bytes(sent.content)
+            with (self._folder / "faults.jsonl").open("a") as lines:
+                print(json.dumps(self.faults[-1]), file=lines)
         self.num_done += 1
         if self.num_done % 1000 == 0:
             print(f"{self.num_done} sent, {len(self.faults)} faults", file=sys.stderr, flush=True)
-
-    def _add(self, fault: dict[str, str], content: bytes) -> None:
-        self.faults.append(fault)
-        name = f"{fault['what']} {fault['kind']} {fault['seed']}"
-        name = "".join(letter if letter.isalnum() else "-" for letter in name)
-        (self._folder / f"{name}.json").write_bytes(content)
-        with (self._folder / "faults.jsonl").open("a") as lines:
-            print(json.dumps(fault), file=lines)
 
 
 async def fuzz(server: ServerProcess, args: argparse.Namespace) -> bool:

@@ -15,7 +15,6 @@ With several --serve, one server after the other runs with those settings.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -31,14 +30,6 @@ from servers import ServerProcess
 
 LOADS = {"qwen3-0.6b": ("256", "40/s", "1"), "llama-3.1-8b": ("256", "12/s", "30/s", "1")}
 FIGURES = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")
-
-
-def parse_args() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(LOADS))
-    parser.add_argument("--loads", nargs="+", help="256, 1 or N/s (default: those of the tables)")
-    parser.add_argument("--serve", nargs="+", default=[""], help="settings of a server, one string")
-    return parser.parse_args()
 
 
 def load_options(load: str, scale: float) -> list[str]:
@@ -71,7 +62,11 @@ def measure(server: ServerProcess, load: str, scale: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(LOADS))
+    parser.add_argument("--loads", nargs="+", help="256, 1 or N/s (default: those of the tables)")
+    parser.add_argument("--serve", nargs="+", default=[""], help="settings of a server, one string")
+    args = parser.parse_args()
     cells = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.models:

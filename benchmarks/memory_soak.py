@@ -45,6 +45,7 @@ ALL_SCHEMAS = 100_000
 SCHEMA_SHARE = 0.2
 LEAVES_SHARE = 0.15
 KINDS = {"chat": 60, "completion": 20, "responses": 10, "messages": 10}
+SERVE_OPTIONS = ("--device", "cpu", "--threads", "1", "--served-model-name", "tiny")
 TAIL_BYTES = 1 << 16
 """The kept end of an answer, which shows how it ended."""
 ANSWER_TIMEOUT_S = 300.0
@@ -207,10 +208,7 @@ def _is_whole(asked: Asked, tail: bytes) -> bool:
     return ends.get(asked.path, b"data: [DONE]") in tail and b"event: error" not in tail
 
 
-# -- the server --------------------------------------------------------------------------------
-
-
-SERVE_OPTIONS = ("--device", "cpu", "--threads", "1", "--served-model-name", "tiny")
+# -- the server and its memory ------------------------------------------------------------------
 
 
 def write_model(folder: Path) -> Path:
@@ -224,9 +222,6 @@ def write_model(folder: Path) -> Path:
     named = {"eos_token": "<|im_end|>", "chat_template": tokenizer.chat_templates["default"]}
     (model / "tokenizer_config.json").write_text(json.dumps(named))
     return model
-
-
-# -- what is measured --------------------------------------------------------------------------
 
 
 def sample(pid: int, began: float, clients: Clients) -> dict[str, Any]:
