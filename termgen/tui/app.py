@@ -121,10 +121,16 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 class PatientDriver(LinuxDriver):
-    """LinuxDriver whose `write` returns at once."""
+    """LinuxDriver whose `write` returns at once, and whose file descriptor is its own: standard
+    error is held back while a native library may panic (`system/native_stderr.py`)."""
 
     has_dropped = False
     """True if frames were dropped, so that the terminal does not show what was drawn last."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._file is not None:
+            self._file = open(os.dup(self._file.fileno()), "w", encoding="utf-8", errors="replace")
 
     def start_application_mode(self) -> None:
         show_typing()  # the settings of now are put back at the end

@@ -19,6 +19,7 @@ from termgen.engine.text.chat_encoding import ChatEncoder, encode_ids
 from termgen.engine.text.detokenizer import BytesDecoder, TokenDecoder, WindowDecoder
 from termgen.engine.text.tokenizer_files import TokenizerParts, read_folder
 from termgen.errors import CorruptFileError, ModelError, ModelNotFoundError, RequestError
+from termgen.system.native_stderr import without_panic_traces
 
 SPACE_MARK = "\u2581"
 """Spelling of a space in SentencePiece vocabularies."""
@@ -47,17 +48,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_dir() and not path.is_file():
         raise ModelNotFoundError(f"no tokenizer: {path} does not exist")
     try:
-        if path.is_dir():
-            tokenizer = Tokenizer(read_folder(path))
-        else:
-            from termgen.engine.text.gguf_tokenizer import read_gguf
-
-            tokenizer = Tokenizer(read_gguf(path))
-        for add_special_tokens in (True, False):
-            ids = tokenizer.encode(PROOF_TEXT, add_special_tokens=add_special_tokens)
-            tokenizer.decode(ids, skip_special_tokens=False)
-        if not ids:
-            raise ValueError("its vocabulary has no token for a plain text")
+        with without_panic_traces():
+            return _read_and_prove(path)
     except ModelError:
         raise
     except BaseException as error:
@@ -69,6 +61,20 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"the tokenizer of {file if file.is_file() else path} cannot be used:"
             f" {reason or 'no reason given'}"
         ) from None
+
+
+def _read_and_prove(path: Path) -> Tokenizer:
+    if path.is_dir():
+        tokenizer = Tokenizer(read_folder(path))
+    else:
+        from termgen.engine.text.gguf_tokenizer import read_gguf
+
+        tokenizer = Tokenizer(read_gguf(path))
+    for add_special_tokens in (True, False):
+        ids = tokenizer.encode(PROOF_TEXT, add_special_tokens=add_special_tokens)
+        tokenizer.decode(ids, skip_special_tokens=False)
+    if not ids:
+        raise ValueError("its vocabulary has no token for a plain text")
     return tokenizer
 
 

@@ -164,7 +164,7 @@ def recorded() -> Iterator[Recorded]:
     app.close()
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda c: f"{c.scene}-{c.binding.id}-{c.key}")
+@pytest.mark.parametrize("case", list(cases()), ids=lambda c: f"{c.scene}-{c.binding.id}-{c.key}")
 def test_each_key_calls_its_action_and_types_nothing(recorded: Recorded, case: Case) -> None:
     scene, key, binding = case
     assert key in XTERM, f"{key} of {binding.id} does not arrive from an xterm"
