@@ -175,7 +175,7 @@ CONTESTANTS: dict[str, Callable[[Path, int], Generate]] = {
 }
 
 SAME = ("termgen float32", "transformers float32")
-"""The two that do the same arithmetic: the rounds in which their tokens are equal are counted."""
+"""The two that do the same arithmetic; rounds with equal tokens are counted."""
 ID_RANGE = (1000, 20_000)  # plain words in any vocabulary
 MEASURES = {  # (batch size, prompt tokens, decoded tokens)
     "decode, batch 1, tokens/s": (1, 16, 48),

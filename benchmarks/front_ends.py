@@ -139,7 +139,7 @@ class FrontSizes:
 
 
 class Watch:
-    """Times the steps in which every stream decodes."""
+    """Times the steps that decode every stream."""
 
     def __init__(self, engine: AsyncEngine, sizes: FrontSizes) -> None:
         self._ring = engine.events(200_000)

@@ -160,7 +160,7 @@ def test_faults_name_their_lines() -> None:
         "# Sorted rows.\n# By then all are read.\nx = 1",
         "x = 1  # type: ignore[arg-type]",
         '"""A strip whose rows are told apart, as long as they differ."""',
-        '"""Files below ~/work/x and termgen/work/y."""',
+        '"""Files below ~/home/x and termgen/home/y."""',
     ],
 )
 def test_what_keeps_the_rule_is_not_found(source: str) -> None:

@@ -178,7 +178,7 @@ def test_a_forced_call_wins_over_a_format_under_each_endpoints_name() -> None:
     )
     assert asked.chat.not_used == ("text.format",) and asked.chat.tools.must_call
     assert asked.echo["text"]["format"]["name"] == "n"
-    told = anthropic.parse_messages(
+    parsed = anthropic.parse_messages(
         {
             "max_tokens": 9,
             "messages": [{"role": "user", "content": "hi"}],
@@ -188,4 +188,4 @@ def test_a_forced_call_wins_over_a_format_under_each_endpoints_name() -> None:
         },
         **CONTEXT,
     )
-    assert told.chat.not_used == ("output_config.format",) and told.chat.tools.must_call
+    assert parsed.chat.not_used == ("output_config.format",) and parsed.chat.tools.must_call

@@ -138,8 +138,8 @@ def test_documents_of_plain_text_are_read() -> None:
     for role in ("user", "tool"):
         request = message_of(parts, role)
         assert request.not_used == ()
-        told = prompt_of(request).messages[-1]["content"]
-        assert told == "T\none\nLook:\nS\nhttps://s\nLook:\nLook:"
+        shown = prompt_of(request).messages[-1]["content"]
+        assert shown == "T\none\nLook:\nS\nhttps://s\nLook:\nLook:"
 
 
 # -- blocks of other servers ---------------------------------------------------------------
@@ -193,12 +193,12 @@ def test_an_mcp_call_stands_before_its_result() -> None:
     use = {"type": "mcp_tool_use", "id": "m", "name": "find", "server_name": "docs", "input": {}}
     result = {"type": "mcp_tool_result", "tool_use_id": "m", "content": [TEXT], "is_error": True}
     request = answered({"type": "text", "text": "I look."}, use, result, TEXT)
-    told = [dict(message) for message in prompt_of(request).messages]
-    assert [m["role"] for m in told] == ["user", "assistant", "tool", "assistant", "user"]
-    (call,) = told[1]["tool_calls"]
+    shown = [dict(message) for message in prompt_of(request).messages]
+    assert [m["role"] for m in shown] == ["user", "assistant", "tool", "assistant", "user"]
+    (call,) = shown[1]["tool_calls"]
     assert call["function"] == {"name": "docs__find", "arguments": {}}
-    assert told[2]["tool_call_id"] == call["id"] and told[2]["content"] == "Error: Look:"
-    assert told[1]["content"] == "I look." and told[3]["content"] == "Look:"
+    assert shown[2]["tool_call_id"] == call["id"] and shown[2]["content"] == "Error: Look:"
+    assert shown[1]["content"] == "I look." and shown[3]["content"] == "Look:"
     with pytest.raises(RequestError) as caught:
         answered({**use, "server_name": None})
     assert caught.value.param == "messages[1].content[0].server_name"

@@ -145,8 +145,8 @@ def test_a_result_without_an_id_belongs_to_the_call_of_its_tool() -> None:
     ]
     g = {"type": "function_call_output", "name": "g", "namespace": "n", "output": "1"}
     any_ = {"type": "function_call_output", "call_id": None, "output": "2"}
-    told = turns(*calls, g, any_)
-    assert [(m["tool_call_id"], m["content"]) for m in told[2:]] == [("b", "1"), ("a", "2")]
+    history = turns(*calls, g, any_)
+    assert [(m["tool_call_id"], m["content"]) for m in history[2:]] == [("b", "1"), ("a", "2")]
 
 
 def test_a_result_that_no_call_asked_for_gets_one() -> None:
@@ -158,18 +158,18 @@ def test_a_result_that_no_call_asked_for_gets_one() -> None:
         "namespace": "agent",
         "output": "y",
     }
-    told = turns(made, done, goal, goal)
-    assert [m["role"] for m in told] == ["user", *["assistant", "tool"] * 3]
-    (call,) = told[3]["tool_calls"]
+    history = turns(made, done, goal, goal)
+    assert [m["role"] for m in history] == ["user", *["assistant", "tool"] * 3]
+    (call,) = history[3]["tool_calls"]
     assert call["function"] == {"name": "agent__goal_objective", "arguments": {}}
-    assert call["id"] == told[4]["tool_call_id"] and told[4]["content"] == "y"
-    assert told[5]["tool_calls"][0]["id"] != call["id"]
+    assert call["id"] == history[4]["tool_call_id"] and history[4]["content"] == "y"
+    assert history[5]["tool_calls"][0]["id"] != call["id"]
 
 
 def test_calls_of_other_tools_become_functions_with_results() -> None:
     local = {"type": "local_shell_call_output", "id": "l1", "output": "one"}
     patched = {"type": "apply_patch_call_output", "call_id": "p1", "status": "failed"}
-    told = turns(
+    history = turns(
         LOCAL,
         local,
         SHELL,
@@ -178,28 +178,28 @@ def test_calls_of_other_tools_become_functions_with_results() -> None:
         patched,
         {**MCP, "arguments": '{"q": 1}', "output": None, "error": {"type": "http_error"}},
     )
-    functions = [m["tool_calls"][0]["function"] for m in told if m["role"] == "assistant"]
+    functions = [m["tool_calls"][0]["function"] for m in history if m["role"] == "assistant"]
     assert functions == [
         {"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"], "env": {}}},
         {"name": "shell", "arguments": {"commands": ["ls", "pwd"]}},
         {"name": "apply_patch", "arguments": {"type": "delete_file", "path": "a.txt"}},
         {"name": "docs__find", "arguments": {"q": 1}},
     ]
-    results = [m["content"] for m in told if m["role"] == "tool"]
+    results = [m["content"] for m in history if m["role"] == "tool"]
     assert results == [
         "one",
         "a\n\nno b\n[exit code 2]\nc\n[timed out]",
         "failed",
         'Error: {"type": "http_error"}',
     ]
-    ids = [m["tool_calls"][0]["id"] for m in told if m["role"] == "assistant"]
-    assert ids == [m["tool_call_id"] for m in told if m["role"] == "tool"]
+    ids = [m["tool_calls"][0]["id"] for m in history if m["role"] == "assistant"]
+    assert ids == [m["tool_call_id"] for m in history if m["role"] == "tool"]
 
 
 def test_thoughts_stay_with_the_call_that_follows() -> None:
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
-    told = turns(thought, {**MCP, "arguments": "", "output": "x"})
-    assert told[1]["reasoning_content"] == "hm" and told[2]["role"] == "tool"
+    history = turns(thought, {**MCP, "arguments": "", "output": "x"})
+    assert history[1]["reasoning_content"] == "hm" and history[2]["role"] == "tool"
 
 
 def test_an_agents_message_names_its_author() -> None:

@@ -1,4 +1,4 @@
-"""Clipboard programs: which are tried, in which order, and what is reported. All are fakes."""
+"""Clipboard programs, all of them fakes: the order in which they are tried, and the notice."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class KeyedApp(App[None]):
 
     def copy(self, text: str, what: str) -> None:
         """Copy `text` to the clipboard. A notice says what has become of `what`."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: `TermgenApp` does it, which widgets do not import
 
 
 def key_of(node: DOMNode, name: str) -> str:

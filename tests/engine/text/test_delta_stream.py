@@ -60,24 +60,24 @@ async def test_waiting_costs_little_however_much_waits(monkeypatch: pytest.Monke
 async def test_a_reader_that_takes_nothing_is_reported_and_again_when_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, told = [100.0], list[bool]()
+    now, reports = [100.0], list[bool]()
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr(stream_module, "time", clock)
-    stream = DeltaStream(2, told.append)
+    stream = DeltaStream(2, reports.append)
     stream.push(delta(1, 0))
     for number in range(10):  # a slow reader takes something now and then, and never all
         for _ in range(3):
             now[0] += UNREAD_S / 4
             stream.push(delta(number % 2, number))
         await anext(stream)
-    assert told == [] and len(stream._waiting) == 1
+    assert reports == [] and len(stream._waiting) == 1
     for _ in range(2):
         now[0] += UNREAD_S + 1
         stream.push(delta(0, 10))
-    assert told == [True], "reported once"
+    assert reports == [True], "reported once"
     while stream._waiting:
         await anext(stream)
-    assert told == [True, False]
+    assert reports == [True, False]
     now[0] += 10 * UNREAD_S
     stream.push(delta(0, 11))
-    assert told == [True, False], "nothing waited before"
+    assert reports == [True, False], "nothing waited before"

@@ -34,7 +34,7 @@ SCENES = ("prompt", "browse", "chats", "engine", "help", "themes", "models", "to
 SCENES += ("sampling", "system prompt", "earlier prompts", "silent", "bench", "bench's engine")
 """What is shown for each of the app's scopes, in their order."""
 TYPING = {"prompt", "chats"}
-"""Scenes in which a letter is text, whatever it is bound to elsewhere."""
+"""Scenes that take a letter as text, whatever it is bound to elsewhere."""
 
 FIELD_ACTIONS = {"sampling.apply": "submit"}
 """Actions of fields that lead to those of a binding."""
