@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 import threading
 import time
 
 import pytest
+from textual.app import App
 from textual.drivers._writer_thread import WriterThread
 from textual.drivers.linux_driver import LinuxDriver
 from tui_harness import FrozenApp, chat_engine
 
+from termgen.system.native_stderr import STDERR, without_panic_traces
 from termgen.tui.app import MOST_QUEUED, PatientDriver
 
 LIMIT_S = 20.0
@@ -91,3 +95,29 @@ def test_a_terminal_gets_this_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         "textual.constants.DRIVER", "textual.drivers.headless_driver:HeadlessDriver"
     )
     assert not issubclass(FrozenApp(chat_engine()).get_driver_class(), LinuxDriver)
+
+
+async def test_frames_are_drawn_while_standard_error_is_held_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    real = os.dup(STDERR)
+    os.dup2(writing, STDERR)
+    try:
+        with open(os.devnull) as stdin, open(STDERR, "w", closefd=False) as stderr:
+            monkeypatch.setattr(sys, "__stdin__", stdin)
+            monkeypatch.setattr(sys, "__stderr__", stderr)
+            driver = PatientDriver(App())
+            monkeypatch.undo()
+        assert driver._file is not None
+        with without_panic_traces():
+            driver._file.write("a frame")
+            driver._file.flush()
+            os.write(STDERR, b" and a line")
+            assert os.read(reading, 100) == b"a frame"
+        assert os.read(reading, 100) == b" and a line"
+        driver._file.close()
+    finally:
+        os.dup2(real, STDERR)
+        for descriptor in (real, reading, writing):
+            os.close(descriptor)
