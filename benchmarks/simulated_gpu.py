@@ -7,6 +7,7 @@ grammar allows. `installed` replaces the real executor by it.
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,10 +20,9 @@ import numpy as np
 
 from termgen.config import EngineConfig
 from termgen.engine.loop import startup
-from termgen.engine.loop.executor import StepHandle
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.step import DeviceInfo, GraphStatus, StepPlan, StepResult
-from termgen.vocabulary.token_mask import RowMasks
+from termgen.vocabulary.token_mask import IDLE_PATIENCE_S, WITHHELD, IntArray
 
 SIZES = [field.name for field in fields(MemoryLedger) if field.name.endswith("_bytes")]
 GIL_RELEASES = 8
@@ -48,6 +48,9 @@ class SimulatedGpu:
         self._free_ns = 0
         """Time at which the device will have run all steps launched so far."""
         rows = simulation.max_num_seqs
+        self._masks: dict[int, tuple[int, IntArray]] = {}
+        """Slot -> (position, mask)."""
+        self._news = threading.Condition()
         self._known, self._computed = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
 
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo:
@@ -77,49 +80,62 @@ class SimulatedGpu:
         return {}
 
     def submit(self, plan: StepPlan) -> SimulatedStep:
+        for _ in range(GIL_RELEASES):
+            zlib.crc32(_WORK)
+        return SimulatedStep(self, plan, time.perf_counter_ns())
+
+    def run(self, plan: StepPlan, submitted_ns: int) -> StepResult:
+        """Wait until the device has run a step, with the GIL released. Called in their order."""
         for row in plan.added:
             self._known[row.slot] = len(row.token_ids)
             self._computed[row.slot] = row.num_computed_tokens
-        for _ in range(GIL_RELEASES):
-            zlib.crc32(_WORK)
-        self._computed[plan.slots] += plan.num_tokens
-        is_sampled = self._computed[plan.slots] >= self._known[plan.slots]
-        self._known[plan.slots] += is_sampled
-        start_ns = max(self._free_ns, time.perf_counter_ns())
+        start_ns = max(self._free_ns, submitted_ns)
         self._free_ns = start_ns + round(self._simulation.step_ms * 1e6)
-        all_tokens = 300 + (plan.slots + plan.step_id) % 1000
-        result = StepResult(
+        while (left_ns := self._free_ns - time.perf_counter_ns()) > 0:
+            time.sleep(left_ns / 1e9)
+        self._computed[plan.slots] += plan.num_tokens
+        tokens = 300 + (plan.slots + plan.step_id) % 1000
+        for row in () if plan.constrained is None else plan.constrained.tolist():
+            tokens[row] = self._last_allowed(int(plan.slots[row]))
+        self._computed[plan.slots[tokens < 0]] -= 1
+        is_sampled = (self._computed[plan.slots] >= self._known[plan.slots]) & (tokens >= 0)
+        self._known[plan.slots] += is_sampled
+        return StepResult(
             plan.step_id,
             is_sampled.astype(np.int32),
-            all_tokens[is_sampled].astype(np.int32),
+            tokens[is_sampled].astype(np.int32),
             None,
             start_ns,
             self._free_ns,
             graph_mode="FULL",
+            seen_ns=time.perf_counter_ns(),
         )
-        return SimulatedStep(result, plan)
 
-    def sample(self, step: StepHandle, masks: RowMasks) -> SimulatedStep:
-        """Sample the last allowed token. Late masks leave the device idle."""
-        assert isinstance(step, SimulatedStep)
-        plan, result = step.plan, step.answer
-        tokens = result.by_row()
-        for row, mask in zip(masks.rows.tolist(), masks.bits, strict=True):
-            word = int(mask.nonzero()[0][-1])
-            tokens[row] = 32 * word + (int(mask[word]) & 0xFFFFFFFF).bit_length() - 1
-        tokens[masks.late] = -1
-        self._computed[plan.slots[masks.late]] -= 1
-        self._known[plan.slots[masks.late]] -= 1
-        self._free_ns = max(self._free_ns, time.perf_counter_ns())
-        is_sampled = tokens >= 0
-        return SimulatedStep(
-            result._replace(
-                num_sampled=is_sampled.astype(np.int32),
-                token_ids=tokens[is_sampled],
-                ended_ns=self._free_ns,
-            ),
-            plan,
-        )
+    def _last_allowed(self, slot: int) -> int:
+        """The last token that a row's mask allows, or -1. Waiting for it leaves the device idle."""
+        wanted = (int(self._known[slot]), WITHHELD)
+        with self._news:
+            if not self._news.wait_for(lambda: self._masks[slot][0] in wanted, IDLE_PATIENCE_S):
+                return -1
+            self._free_ns = max(self._free_ns, time.perf_counter_ns())
+            position, mask = self._masks[slot]
+        if position == WITHHELD:
+            return -1
+        word = int(mask.nonzero()[0][-1])
+        return 32 * word + (int(mask[word]) & 0xFFFFFFFF).bit_length() - 1
+
+    waits_for_masks = True
+
+    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+        with self._news:
+            for slot, position, mask in zip(slots.tolist(), positions.tolist(), bits, strict=True):
+                self._masks[slot] = position, mask.copy()
+            self._news.notify_all()
+
+    def withhold_masks(self, slots: IntArray) -> None:
+        with self._news:
+            self._masks.update(dict.fromkeys(slots.tolist(), (WITHHELD, slots)))
+            self._news.notify_all()
 
     def idle(self) -> bool:
         return False
@@ -131,16 +147,14 @@ class SimulatedGpu:
         """There is nothing to free."""
 
 
+@dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    def __init__(self, answer: StepResult, plan: StepPlan) -> None:
-        self.answer = answer
-        self.plan = plan
+    gpu: SimulatedGpu
+    plan: StepPlan
+    submitted_ns: int
 
     def result(self) -> StepResult:
-        """Wait for the device, with the GIL released."""
-        while (left_ns := self.answer.ended_ns - time.perf_counter_ns()) > 0:
-            time.sleep(left_ns / 1e9)
-        return self.answer._replace(seen_ns=time.perf_counter_ns())
+        return self.gpu.run(self.plan, self.submitted_ns)
 
 
 @contextmanager

@@ -1,12 +1,16 @@
 """Token masks of constrained rows, and the protocols of the grammars and matchers that fill them.
 
 Vocabulary: knows no grammar engine.
+
+A mask reaches the device by itself, not with a plan: steps are queued before their masks are known,
+and sampling waits on the device. What it waits for is a position: the mask posted for a slot names
+the index, in the row's tokens, of the token that may be sampled under it. The device knows that
+index exactly, so a step never samples under the mask of another token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +19,36 @@ import numpy.typing as npt
 from termgen.errors import EngineError, RequestError
 
 IntArray = npt.NDArray[np.int32]
+
+PATIENCE_S = 0.001
+"""Wait for masks while there is other work; a row whose mask takes longer misses the step."""
+IDLE_PATIENCE_S = 0.01
+"""Wait for masks in a step of constrained rows only; waiting keeps rows in the same steps."""
+PROVEN_AFTER = 8
+"""Quick masks after which the next one is expected to be quick, too."""
+NO_MASK = -1
+"""Position of a slot for which no mask was posted yet."""
+WITHHELD = -2
+"""Position of a slot whose mask does not come: steps in flight do not wait for it, and the row
+samples nothing."""
+
+
+class MaskReceiver(Protocol):
+    """The device, as those see it that fill masks. Any thread may call it."""
+
+    @property
+    def waits_for_masks(self) -> bool:
+        """Its steps wait for masks; False: a step is submitted when its masks are posted."""
+        ...
+
+    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+        """Let the token at `positions` [N] of these slots [N] be sampled under the masks `bits`
+        [N, num_words]. No step in flight still reads an older mask of these slots."""
+        ...
+
+    def withhold_masks(self, slots: IntArray) -> None:
+        """Have no step in flight wait for the masks of these slots [N]."""
+        ...
 
 
 class TokenMatcher(Protocol):
@@ -40,8 +74,11 @@ class TokenMatcher(Protocol):
         ...
 
     @staticmethod
-    def fill_all(matchers: Sequence[Any], bits: IntArray) -> list[BaseException | None]:
-        """Fill bits[i] for each matcher, all of one class; returns what each `fill` raised."""
+    def fill_all(
+        matchers: Sequence[Any], bits: IntArray, *, in_this_thread: bool
+    ) -> list[BaseException | None]:
+        """Fill bits[i] for each matcher, all of one class and none for the first time, perhaps in
+        threads of its own; returns what each `fill` raised."""
         ...
 
 
@@ -76,6 +113,8 @@ class GrammarState:
         "error",
         "is_ready",
         "is_slow",
+        "position",
+        "slot",
     )
 
     def __init__(self, grammar: TokenGrammar, *, ends_at_eos: bool) -> None:
@@ -92,11 +131,15 @@ class GrammarState:
         self.is_slow = grammar.is_slow
         """The newest mask took long: the next one is filled in another thread, and the engine does
         not wait for it."""
+        self.slot = -1
+        """Where the mask is posted; -1: the answer has no row on the device."""
+        self.position = NO_MASK
+        """Index, in the row's tokens, of the token that the mask is for."""
 
     @property
     def mask(self) -> IntArray:
-        """[num_words] the next token's mask. Valid until that token has landed and no step reads
-        it; then the next mask may overwrite it."""
+        """[num_words] the next token's mask. Valid until that token has landed; then the next mask
+        may overwrite it."""
         assert self.is_ready and self._mask is not None
         return self._mask
 
@@ -119,27 +162,36 @@ class GrammarState:
         self._is_dropped = True
 
     @staticmethod
-    def fill_together(rows: Sequence[GrammarState]) -> None:
-        """Fill the next masks of several rows, none of which is a first mask. One call avoids a
-        wait for the GIL per row."""
+    def fill_together(
+        rows: Sequence[GrammarState], *, in_this_thread: bool = False
+    ) -> IntArray | None:
+        """Fill the next masks of several rows, none of which is a first mask. Threads that take
+        over the work avoid a wait for the GIL per row, and take longer to wake up than a few masks
+        take. Returns the masks [N, num_words], if they lie side by side."""
         matchers = [row._matcher for row in rows]
         first = matchers[0]
         assert first is not None, "the first mask makes the matcher"
         bits = np.empty((len(rows), first.num_words), np.int32)
         try:
-            faults = first.fill_all(matchers, bits)
+            faults = first.fill_all(matchers, bits, in_this_thread=in_this_thread)
         except BaseException:  # fill one by one to find the row at fault
             for row in rows:
                 row.fill()
-            return
+            return None
         for row, mask, fault in zip(rows, bits, faults, strict=True):
             row._mask, row.error = mask, fault
+        return bits
 
     @property
     def may_share(self) -> bool:
         """True if its next mask may be filled together with others. False for the first mask, and
         after each slow one until 8 times as many quick ones as before have followed."""
         return self._num_quick >> 3 * self._num_slow > 0
+
+    @property
+    def is_proven(self) -> bool:
+        """True if its newest masks were all quick."""
+        return self._num_quick >= PROVEN_AFTER
 
     def note_slow_company(self) -> None:
         """Fill the next mask alone, as a joint fill was slow: this shows which row is at fault."""
@@ -180,21 +232,3 @@ def faults_of(
         except BaseException as cause:  # a panic in llguidance is no Exception
             faults.append(cause)
     return faults
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowMasks:
-    """The masks of a plan's constrained rows. Created while the model runs."""
-
-    rows: IntArray
-    """[num_masks] index of each row in the plan."""
-    bits: Sequence[IntArray]
-    """num_masks arrays of [num_words]."""
-    late: IntArray
-    """[num_late] index of rows without a mask: they sample nothing, and compute their newest token
-    again in a later step."""
-
-    @classmethod
-    def none(cls, rows: IntArray) -> RowMasks:
-        """All of these rows are late."""
-        return cls(rows[:0], (), rows)

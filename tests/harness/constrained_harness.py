@@ -8,18 +8,26 @@ a wrong token.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from core_harness import Bearer, CoreDriver
 from scripted_device import VOCAB, ScriptedDevice, next_token
 
-from termgen.engine.schedule.scheduler import Scheduler
+from termgen.engine.loop.core import EngineCore
 from termgen.engine.schedule.slot_table import SlotTable
-from termgen.vocabulary.request import GenerationRequest, Request
+from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import CORRUPT_TOKEN, StepPlan, StepResult
-from termgen.vocabulary.token_mask import IntArray, RowMasks, TokenMatcher, faults_of
+from termgen.vocabulary.step import CORRUPT_TOKEN
+from termgen.vocabulary.token_mask import (
+    NO_MASK,
+    WITHHELD,
+    IntArray,
+    TokenMatcher,
+    faults_of,
+)
 
 
 class FakeGrammar:
@@ -43,7 +51,9 @@ class FakeGrammar:
         return FakeMatcher(self)
 
 
-def fill_each(matchers: Sequence[TokenMatcher], bits: IntArray) -> list[BaseException | None]:
+def fill_each(
+    matchers: Sequence[TokenMatcher], bits: IntArray, *, in_this_thread: bool = True
+) -> list[BaseException | None]:
     """`TokenMatcher.fill_all` for matchers without a batched version."""
     return faults_of(lambda matcher, mask: matcher.fill(mask), matchers, bits)
 
@@ -79,30 +89,57 @@ def choose(tokens: np.ndarray, allowed: Sequence[int]) -> int:
 
 
 class MaskedDevice(ScriptedDevice):
-    """Samples under the masks of the step it runs."""
+    """Samples under the masks posted for the positions of its rows, for which it waits."""
 
-    _allowed: dict[int, list[int]] = {}
+    patience_s = 10.0
+    """A busy machine changes no step; tests of late masks are less patient."""
 
-    def execute(
-        self, plan: StepPlan, *, fails: bool = False, masks: RowMasks | None = None
-    ) -> StepResult:
-        self._allowed = {}
-        if masks is not None:
-            slots = plan.slots[masks.rows].tolist()
-            for slot, bits in zip(slots, masks.bits, strict=True):
-                flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
-                self._allowed[slot] = np.flatnonzero(flags).tolist()
-        return super().execute(plan, fails=fails, masks=masks)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._posted: dict[int, tuple[int, IntArray]] = {}
+        """Slot -> (position, mask)."""
+        self._news = threading.Condition()
+
+    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+        with self._news:
+            for slot, position, mask in zip(slots.tolist(), positions.tolist(), bits, strict=True):
+                assert mask.any(), "a row under this mask has no token to sample"
+                self._posted[slot] = position, mask.copy()
+            self._news.notify_all()
+
+    def withhold_masks(self, slots: IntArray) -> None:
+        with self._news:
+            for slot in slots.tolist():
+                self._posted[slot] = WITHHELD, np.zeros(0, np.int32)
+            self._news.notify_all()
+
+    def _mask(self, slot: int, position: int) -> IntArray | None:
+        """The mask of a row's token at this position; None if it is late."""
+
+        def is_there() -> bool:
+            return self._posted.get(slot, (NO_MASK,))[0] in (position, WITHHELD)
+
+        with self._news:
+            if not self._news.wait_for(is_there, self.patience_s):
+                return None
+            posted, mask = self._posted[slot]
+        return mask if posted == position else None
 
     def _sample(self, slot: int) -> int | None:
         row, length = self.rows[slot], int(self.num_tokens[slot])
+        assert row is not None
+        mask = None
+        if row.has_grammar and not self.finished[slot] and self.num_computed[slot] >= length:
+            mask = self._mask(slot, length)
+            if mask is None:
+                self.num_computed[slot] -= 1
+                return None
         token = super()._sample(slot)
-        if token == CORRUPT_TOKEN:
+        if token == CORRUPT_TOKEN or token is None or mask is None:
             return token
-        if token is None or row is None or not row.has_grammar:
-            assert token is None or slot not in self._allowed
-            return token
-        token = self._allowed[slot][token % len(self._allowed[slot])]
+        flags = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(flags).tolist()
+        token = int(allowed[token % len(allowed)])
         if length < row.max_total_tokens:
             self.token_ids[slot, length] = token
         if self.stops:  # without its mask, the row repeated the token before
@@ -110,13 +147,6 @@ class MaskedDevice(ScriptedDevice):
             is_stop = token in row.stop_token_ids and length + 1 > minimum
             self.finished[slot] = is_stop or length + 1 >= row.max_total_tokens
         return token
-
-
-def names_ahead(scheduler: Scheduler) -> set[str]:
-    """Requests with a token in flight: their masks can be late from the next step on."""
-    table = scheduler.slots
-    slots = table.running[table.num_pending[table.running] > 0].tolist()
-    return {table.request_at(slot).request_id for slot in slots}
 
 
 class ConstrainedDriver(CoreDriver):
@@ -127,7 +157,7 @@ class ConstrainedDriver(CoreDriver):
         # A busy machine changes no plan; tests of late masks are less patient.
         self.scheduler.constraints.patience_s = self.scheduler.constraints.idle_patience_s = 10.0
         old = self.executor.device
-        self.executor.device = MaskedDevice(
+        self.device = self.executor.device = MaskedDevice(
             num_blocks=len(old.kv_tokens) // old.block_size,
             block_size=old.block_size,
             max_num_seqs=len(old.rows),
@@ -176,36 +206,40 @@ class ConstrainedDriver(CoreDriver):
         return answer
 
 
-def make_late(scheduler: Scheduler, rng: np.random.Generator, on_time: float) -> list[int]:
-    """Deliver this share of the masks that a step waits for. Returns a list with a one for each
-    late mask."""
-    constraints, num_late = scheduler.constraints, list[int]()
-    has_mask, masks_for = constraints._has_mask, constraints.masks_for
-    schedule = scheduler.schedule
-    is_sampling, ahead = False, set[str]()
+def make_late(core: EngineCore, seed: int, on_time: float) -> None:
+    """Let this share of the masks that threads post come in time. Others come when a step has ended
+    without them; the scheduler counts those."""
+    constraints, executor = core.scheduler.constraints, core.executor
+    post, withhold, note_late = executor.post_masks, executor.withhold_masks, constraints.note_late
+    lock = threading.Lock()
+    deferred: dict[int, tuple[IntArray, IntArray, IntArray]] = {}
 
-    def noting_who_is_ahead(now_ns: int = 0) -> StepPlan | None:
-        nonlocal ahead
-        ahead = names_ahead(scheduler)
-        return schedule(now_ns)
+    def post_some(slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+        by_thread = threading.current_thread().name.startswith("termgen-")
+        for i, place in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+            one = slots[i : i + 1], positions[i : i + 1], bits[i : i + 1].copy()
+            luck = zlib.crc32(repr((seed, place)).encode()) / 2**32
+            with lock:
+                if by_thread and luck > on_time:
+                    deferred[place[0]] = one
+                    withhold(one[0])
+                else:
+                    deferred.pop(place[0], None)
+                    post(*one)
 
-    def unreliable(request: Request) -> bool:
-        if not has_mask(request):
-            return False
-        may_be_late = is_sampling and request.request_id in ahead
-        if may_be_late and rng.random() > on_time:
-            num_late.append(1)  # rows that have ended count as late but need no mask
-            return False
-        return True
+    def withhold_all(slots: IntArray) -> None:
+        with lock:
+            for slot in slots.tolist():
+                deferred.pop(slot, None)
+            withhold(slots)
 
-    def noting(table: SlotTable, plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
-        nonlocal is_sampling
-        is_sampling = True
-        masks = masks_for(table, plan, runs_until_s=runs_until_s)
-        is_sampling = False
-        return masks
+    def note_and_post(table: SlotTable, slots: IntArray) -> None:
+        note_late(table, slots)
+        with lock:
+            for slot in slots.tolist():
+                if slot in deferred:
+                    post(*deferred.pop(slot))
 
-    scheduler.schedule = noting_who_is_ahead  # type: ignore[method-assign]
-    constraints._has_mask = unreliable  # type: ignore[method-assign]
-    constraints.masks_for = noting  # type: ignore[method-assign]
-    return num_late
+    executor.post_masks = post_some  # type: ignore[method-assign]
+    executor.withhold_masks = withhold_all  # type: ignore[method-assign]
+    constraints.note_late = note_and_post  # type: ignore[method-assign]

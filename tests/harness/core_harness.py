@@ -14,7 +14,6 @@ import numpy as np
 from fake_executor import make_core
 from scripted_device import VOCAB, DeviceFailure, ScriptedDevice, next_token
 
-from termgen.engine.loop.executor import StepHandle
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import (
@@ -26,7 +25,7 @@ from termgen.vocabulary.step import (
     StepPlan,
     StepResult,
 )
-from termgen.vocabulary.token_mask import RowMasks
+from termgen.vocabulary.token_mask import IntArray
 
 NO_EOS = VOCAB
 """An end-of-sequence id that the scripted model never gives."""
@@ -74,17 +73,16 @@ class ScriptedExecutor:
         self.landed_at.append(self.num_landed)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         handle = ScriptedHandle(self, plan)
-        assert not (self._waiting and self._waiting[-1].awaits_masks), "nothing follows such a step"
         self._waiting.append(handle)
         return handle
 
-    def sample(self, step: StepHandle, masks: RowMasks) -> StepHandle:
-        assert isinstance(step, ScriptedHandle)
-        rows = step.plan.constrained
-        assert step.awaits_masks and rows is not None and self.plans[-1] is step.plan
-        assert sorted([*masks.rows.tolist(), *masks.late.tolist()]) == rows.tolist()
-        step.masks = masks
-        return step
+    waits_for_masks = True
+
+    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+        self.device.post_masks(slots, positions, bits)
+
+    def withhold_masks(self, slots: IntArray) -> None:
+        self.device.withhold_masks(slots)
 
     def _check_reuse(self, plan: StepPlan) -> None:
         """Check that no slot or block used by a step in flight goes to another request."""
@@ -113,10 +111,9 @@ class ScriptedExecutor:
             step = self._waiting.popleft()
             if self._is_broken:
                 continue  # behind a failed step: this one never runs
-            assert not step.awaits_masks
             fails = step.plan.step_id in self.fail_steps
             try:
-                step.answer.append(self.device.execute(step.plan, fails=fails, masks=step.masks))
+                step.answer.append(self.device.execute(step.plan, fails=fails))
             except DeviceFailure:
                 self._is_broken = True
             except AssertionError as breach:
@@ -139,12 +136,7 @@ class ScriptedHandle:
     def __init__(self, executor: ScriptedExecutor, plan: StepPlan) -> None:
         self._executor = executor
         self.plan = plan
-        self.masks: RowMasks | None = None
         self.answer: list[StepResult] = []
-
-    @property
-    def awaits_masks(self) -> bool:
-        return self.plan.constrained is not None and self.masks is None
 
     def result(self) -> StepResult:
         self._executor.wait(self.plan)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from termgen.engine.loop.core import EngineCore
-from termgen.engine.loop.executor import Executor, StepHandle
+from termgen.engine.loop.executor import Executor
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.vocabulary.step import (
@@ -19,7 +19,7 @@ from termgen.vocabulary.step import (
     StepPlan,
     StepResult,
 )
-from termgen.vocabulary.token_mask import RowMasks
+from termgen.vocabulary.token_mask import IntArray
 
 
 class _Handle:
@@ -79,7 +79,12 @@ class FakeExecutor:
             )
         )
 
-    def sample(self, step: StepHandle, masks: RowMasks) -> StepHandle:
+    waits_for_masks = False
+
+    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+        raise AssertionError("no request of these tests has a grammar")
+
+    def withhold_masks(self, slots: IntArray) -> None:
         raise AssertionError("no request of these tests has a grammar")
 
     def _advance(self, slot: int, count: int) -> int | None:

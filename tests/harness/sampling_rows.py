@@ -14,7 +14,7 @@ from termgen.vocabulary.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from termgen.vocabulary.step import AddedRow, StepPlan
 
 LENGTH = 60
-NEEDS = EVERYTHING._replace(grammar=False)
+NEEDS = EVERYTHING
 """What the steps of these rows need."""
 
 
@@ -77,6 +77,7 @@ def random_row(rng: random.Random, slot: int, vocab: int, **fixed: Any) -> Added
         max_total_tokens=LENGTH,
         stop_token_ids=tuple(sorted({rng.randrange(vocab) for _ in range(num_stops)})),
         params=SamplingParams(**params, bad_words=("x",) if words else ()),
+        has_grammar=not fixed and rng.random() < 0.3,
         seed=rng.randint(-(2**63), 2**63 - 1),
         bad_token_ids=words,
     )
@@ -106,7 +107,19 @@ def fill(rng: random.Random, state: RequestState, vocab: int) -> list[AddedRow]:
     """A request in every slot but the last two, one after another as they come and go."""
     rows = [random_row(rng, slot, vocab) for slot in range(state.pad_row - 2)]
     state.update(plan_of(rows))
+    for row in rows:
+        if row.has_grammar:
+            post_mask(state, row, rng.sample(range(vocab), rng.randint(1, vocab)))
     return rows
+
+
+def post_mask(state: RequestState, row: AddedRow, allowed: list[int]) -> None:
+    """Post a mask for a row's next token."""
+    flags = np.zeros(32 * state.masks.bits.shape[1], np.uint8)
+    flags[allowed] = 1
+    bits = np.packbits(flags, bitorder="little").view(np.int32)
+    slots, positions = ([number] for number in (row.slot, len(row.token_ids)))
+    state.masks.post(np.asarray(slots), np.asarray(positions), bits[None])
 
 
 def batch_of(

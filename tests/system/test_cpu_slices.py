@@ -173,7 +173,9 @@ class TellingGrammar:
         return True
 
     @staticmethod
-    def fill_all(matchers: Sequence[Any], bits: IntArray) -> list[BaseException | None]:
+    def fill_all(
+        matchers: Sequence[Any], bits: IntArray, *, in_this_thread: bool
+    ) -> list[BaseException | None]:
         return faults_of(lambda matcher, mask: matcher.fill(mask), matchers, bits)
 
     def fill(self, bits: IntArray) -> None:

@@ -35,7 +35,6 @@ from termgen.vocabulary.step import (
     StepLogprobs,
     StepPlan,
 )
-from termgen.vocabulary.token_mask import RowMasks
 
 
 @dataclass(slots=True)
@@ -43,8 +42,6 @@ class _InFlight:
     plan: StepPlan
     handle: StepHandle
     times: StepTimes
-    awaits_masks: bool
-    """The model is running, and sampling waits for masks. No step is submitted behind it."""
 
 
 class EngineCore:
@@ -81,6 +78,7 @@ class EngineCore:
         self._ones = np.ones(scheduler.config.max_num_seqs, np.int32)
         self._started: list[StartedRow] = []
         self._finished: list[FinishedRow] = []
+        scheduler.constraints.connect(executor)
         self.control = EngineControl(
             scheduler,
             on_ended=lambda rows: self._finished.extend(rows),
@@ -92,8 +90,6 @@ class EngineCore:
         self.last_progress_ns = self._busy_since_ns = time.perf_counter_ns()
         self._turn_ns = 0
         """Start of this turn, or the time a step landed in it."""
-        self._step_ns = 0
-        """Device time of the newest landed step without prompts."""
         self._host_ns = 0
         """Host time of the previous turn after its step landed."""
 
@@ -176,12 +172,13 @@ class EngineCore:
         return is_busy
 
     def _allowed_depth(self) -> int:
-        """Steps that may be in flight: two or one if a request waits, or if more would preempt one.
-        No step follows one with constrained rows until the step before that has landed."""
+        """Steps that may be in flight: two or one if a request waits, if more would preempt one, or
+        if rows need masks, which come one step at a time."""
         scheduler = self.scheduler
         room = scheduler.kv.pool.num_free >= scheduler.num_running
         waits = self._inbox or len(scheduler.waiting) or scheduler.slots.num_constrained
-        return self.run_ahead.allowed(is_wanted=room and not waits)
+        depth = self.run_ahead.allowed(is_wanted=room and not waits)
+        return min(depth, 2) if scheduler.slots.num_constrained else depth
 
     def use_idle_time(self) -> bool:
         """Do one piece of deferred work; False if there is none. Call it only when idle."""
@@ -196,9 +193,6 @@ class EngineCore:
         self._finished.clear()
 
     def _launch(self) -> bool:
-        newest = self._in_flight[-1] if self._in_flight else None
-        if newest is not None and newest.awaits_masks and not self._sample(newest):
-            return False
         planned_ns = time.perf_counter_ns()
         self.scheduler.yield_unread()
         self._tell_preempted("its output is not read")
@@ -216,26 +210,12 @@ class EngineCore:
         self.run_ahead.launched(plan, launched_ns, len(self._in_flight))
         prefills = self._publisher.prefills(plan)
         times = StepTimes(planned_ns, submitted_ns, launched_ns, len(self._in_flight), prefills)
-        self._in_flight.append(_InFlight(plan, handle, times, plan.constrained is not None))
+        self._in_flight.append(_InFlight(plan, handle, times))
         self._last_plan = plan
-        return True
-
-    def _sample(self, step: _InFlight) -> bool:
-        """Sample a step that awaits masks; False while the masks need tokens in flight."""
-        # The model takes more than half of a step, and more with prompts.
-        runs_until_s = (step.times.launched_ns + self._step_ns // 2) / 1e9
-        masks = self.scheduler.masks_for(step.plan, runs_until_s=runs_until_s)
-        if masks is None:
-            return False
-        step.handle = self.executor.sample(step.handle, masks)
-        step.awaits_masks = False
         return True
 
     def _land(self) -> None:
         step = self._in_flight.popleft()
-        if step.awaits_masks:
-            was_sampled = self._sample(step)
-            assert was_sampled, "every token before has landed"
         times = step.times
         times.waited_ns = time.perf_counter_ns()
         try:
@@ -248,8 +228,6 @@ class EngineCore:
         times.busy_since_ns = self._busy_since_ns
         times.covered_ns = self.run_ahead.covered_ns
         self._turn_ns = times.landed_ns
-        if step.plan.is_decode:
-            self._step_ns = result.ended_ns - result.started_ns
         self.run_ahead.landed(step.plan, result)
         self._read_inbox()  # an abort that has arrived takes precedence over the step's ending
         applied = self.scheduler.apply(step.plan, result)
@@ -283,13 +261,9 @@ class EngineCore:
 
     def _run_out(self) -> None:
         """Wait for the steps in flight and discard their results."""
+        self.scheduler.withhold_masks()
         while self._in_flight:
             step = self._in_flight.popleft()
-            if step.awaits_masks:
-                assert step.plan.constrained is not None
-                step.handle = self.executor.sample(
-                    step.handle, RowMasks.none(step.plan.constrained)
-                )
             try:
                 step.handle.result()
             except Exception:  # follows from a failed step, which is reported, or at shutdown

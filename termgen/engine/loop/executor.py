@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from termgen.config import EngineConfig
 from termgen.system.cpu_settings import prepare_cpu
+from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.startup_phases import LOADING_LIBRARIES
 from termgen.vocabulary.step import DeviceInfo, GraphStatus, StepPlan, StepResult
-from termgen.vocabulary.token_mask import RowMasks
+from termgen.vocabulary.token_mask import MaskReceiver
 
 if TYPE_CHECKING:
     from termgen.engine.device.runner.model_runner import ModelRunner
@@ -29,26 +30,14 @@ class StepHandle(Protocol):
         ...
 
 
-@runtime_checkable
-class UnsampledHandle(StepHandle, Protocol):
-    """A step that waits for the masks of its constrained rows."""
-
-    def sample(self, masks: RowMasks) -> StepHandle: ...
-
-
-class Executor(Protocol):
-    """Runs plans in the order they are submitted."""
+class Executor(MaskReceiver, Protocol):
+    """Runs plans in the order they are submitted. Masks of their constrained rows follow."""
 
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo: ...
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Start a step; with constrained rows, without sampling. A failure of the step is raised by
-        `result`, not here."""
-        ...
-
-    def sample(self, step: StepHandle, masks: RowMasks) -> StepHandle:
-        """Sample the newest step, which has constrained rows, with their masks. Called once, before
-        another step is submitted. A failure of the step is raised by `result`, not here."""
+        """Start a step. It waits for the masks that are posted later, each until it comes or for a
+        limited time. A failure of the step is raised by `result`, not here."""
         ...
 
     def idle(self) -> bool:
@@ -91,9 +80,6 @@ class FailedStep:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def sample(self, masks: RowMasks) -> FailedStep:
-        return self
-
     def result(self) -> StepResult:
         raise self._error
 
@@ -106,13 +92,6 @@ class WorkerStep:
 
     def result(self) -> StepResult:
         return self.launched.result().result()
-
-
-def _sample(step: StepHandle, masks: RowMasks) -> StepHandle:
-    """Sample any step that awaits masks; raises the exception of its first part."""
-    first = step.launched.result() if isinstance(step, WorkerStep) else step
-    assert isinstance(first, UnsampledHandle), type(first)
-    return first.sample(masks)
 
 
 class LocalExecutor:
@@ -149,30 +128,30 @@ class LocalExecutor:
         return load_generation_config(self._path)
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        assert self._runner is not None, "start() comes first"
-        return self._launch(plan.constrained is None, self._runner.execute, plan)
-
-    def sample(self, step: StepHandle, masks: RowMasks) -> StepHandle:
-        return self._launch(True, _sample, step, masks)
-
-    def _launch(
-        self, is_whole: bool, launch: Callable[..., StepHandle], *arguments: object
-    ) -> StepHandle:
-        """is_whole: the step is complete with this launch."""
         if self._worker is not None:
-            return WorkerStep(self._worker.submit(self._run, is_whole, launch, *arguments))
+            return WorkerStep(self._worker.submit(self._run, plan))
         try:
-            return self._run(is_whole, launch, *arguments)
+            return self._run(plan)
         except Exception as error:  # the loop reports it with the step's requests
             return FailedStep(error)
 
-    def _run(
-        self, is_whole: bool, launch: Callable[..., StepHandle], *arguments: object
-    ) -> StepHandle:
-        assert self._runner is not None
-        step = launch(*arguments)
-        is_over = is_whole and self._runner.device.type == "cpu"
-        return DoneStep(step.result()) if is_over else step
+    def _run(self, plan: StepPlan) -> StepHandle:
+        assert self._runner is not None, "start() comes first"
+        step = self._runner.execute(plan)
+        return DoneStep(step.result()) if self._runner.device.type == "cpu" else step
+
+    @property
+    def waits_for_masks(self) -> bool:
+        assert self._runner is not None, "start() comes first"
+        return self._runner.state.masks.is_awaited
+
+    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+        assert self._runner is not None, "rows have slots while the engine is awake"
+        self._runner.state.masks.post(slots, positions, bits)
+
+    def withhold_masks(self, slots: IntArray) -> None:
+        if self._runner is not None:
+            self._runner.state.masks.withhold(slots)
 
     def idle(self) -> bool:
         is_awake = self._sleep is None

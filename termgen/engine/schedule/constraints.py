@@ -2,12 +2,12 @@
 
 A row's next mask needs its newest token, but only sampling needs the mask. So a constrained row
 joins a step while its previous token is still in flight; during the model's run that token lands,
-threads fill the mask, and then the step is sampled. No other step is submitted before that, so at
-most two are in flight. A row whose mask is late does not sample and computes its token again. A row
-with slow masks joins only when all its tokens have landed and its mask is filled, so that no other
-row waits for it. Only landed tokens reach a matcher, so preemption and dropped steps need no
-rollback. A grammar that fails, in a mask or on a token, ends its own request only. Owned by the
-scheduler, on the engine thread.
+threads fill the mask and post it to the device, which waits for it before it samples, for a while.
+A row whose mask is late does not sample and computes its token again, in the step behind if it is
+in that. A row with slow masks joins only when all its tokens have landed and its mask is filled, so
+that no other row waits for it. Only landed tokens reach a matcher, so preemption and dropped steps
+need no rollback. A grammar that fails, in a mask or on a token, ends its own request only. Owned by
+the scheduler, on the engine thread.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from termgen.engine.grammar.mask_filler import MaskFiller
 from termgen.engine.schedule.slot_table import SlotTable
 from termgen.errors import EngineError, RequestError, TermgenError
 from termgen.vocabulary.request import FinishReason, IntArray, Request
-from termgen.vocabulary.step import StepPlan
-from termgen.vocabulary.token_mask import GrammarState, RowMasks
-
-PATIENCE_S = 0.001
-"""Wait for masks while there is other work; a row whose mask takes longer misses the step."""
-IDLE_PATIENCE_S = 0.01
-"""Wait for masks in a step of constrained rows only; waiting keeps rows in the same steps."""
+from termgen.vocabulary.token_mask import (
+    IDLE_PATIENCE_S,
+    PATIENCE_S,
+    GrammarState,
+    MaskReceiver,
+)
 
 Endings = dict[int, tuple[FinishReason, TermgenError | None]]
 """Index among the landed rows -> how the row ends."""
@@ -45,11 +44,19 @@ class Constraints:
         """A row or a waiting request missed the newest step because of a late mask."""
         self._filler = MaskFiller()
         self._is_busy = False
+        self._may_run_ahead = True
         self._deadline = 0.0
         """Time until which this step waits for masks."""
         self._failed: list[Request] = []
+        self._seated: dict[int, GrammarState] = {}
+        """Slot -> grammar of its row."""
         self._aside: dict[GrammarState, Request] = {}
         """Waiting requests that are skipped until their mask is filled."""
+
+    def connect(self, receiver: MaskReceiver) -> None:
+        """Post masks to this device."""
+        self._filler.receiver = receiver
+        self._may_run_ahead = receiver.waits_for_masks
 
     def begin(self, request: Request) -> None:
         """Create a new request's matcher and fill the mask of its first token."""
@@ -70,13 +77,24 @@ class Constraints:
         landed = [request for request, ahead in zip(requests, is_ahead, strict=True) if not ahead]
         self._wait_for([grammar_of(request) for request in landed])
         for i, request, ahead in zip(rows.tolist(), requests, is_ahead, strict=True):
-            if ahead and not grammar_of(request).is_slow:
+            if ahead and self._may_run_ahead and not grammar_of(request).is_slow:
                 continue
             # Without its mask only a row with a token in flight may join: its token may be computed
             # again, and a block that is rewritten must not be findable in the prefix cache.
             if ahead or not self._has_mask(request):
                 want[i] = 0
                 self.is_late = True
+
+    def may_all_run_ahead(self, table: SlotTable) -> bool:
+        """True if every constrained row may join a step before its mask is filled."""
+        if not table.num_constrained:
+            return True
+        slots = table.running[table.has_grammar[table.running]]
+        return (
+            self._may_run_ahead
+            and bool((table.num_pending[slots] > 0).all())
+            and not any([grammar.is_slow for grammar in self._seated.values()])
+        )
 
     def is_ready(self, request: Request) -> bool:
         """True if a waiting request may join the step being planned."""
@@ -106,31 +124,32 @@ class Constraints:
         if self.is_late and not (self._is_busy or self._failed):
             self._filler.wait_for_any(PATIENCE_S)
 
-    def masks_for(
-        self, table: SlotTable, plan: StepPlan, *, runs_until_s: float = 0.0
-    ) -> RowMasks | None:
-        """Masks of a step whose model runs, after a short wait. Rows with late masks are uncounted,
-        as if they had not been in the step. None while a token that the masks need is in flight.
-        runs_until_s: perf_counter until which the device is busy anyway."""
-        assert plan.constrained is not None
-        rows = plan.constrained
-        slots = plan.slots[rows]
-        stayed = (table.epoch[slots] == plan.epochs[rows]).nonzero()[0]
-        if (table.num_pending[slots[stayed]] > 1).any():
-            return None
-        self._begin_waiting(is_alone=len(rows) == plan.num_rows)
-        self._deadline = max(self._deadline, runs_until_s)
-        requests = [table.request_at(slot) for slot in slots[stayed].tolist()]
-        self._wait_for([grammar_of(request) for request in requests])
-        has_mask = np.zeros(len(rows), np.bool_)
-        has_mask[stayed] = [self._has_mask(request) for request in requests]
-        masks = [
-            grammar_of(request).mask
-            for i, request in zip(stayed, requests, strict=True)
-            if has_mask[i]
-        ]
-        table.take_back(slots[stayed[~has_mask[stayed]]])
-        return RowMasks(rows[has_mask], masks, rows[~has_mask])
+    def seat(self, request: Request, slot: int) -> None:
+        """The request gets a slot: post its mask there."""
+        if request.grammar is not None:
+            self._seated[slot] = request.grammar
+            self._filler.seat(request.grammar, slot, len(request.token_ids))
+
+    def unseat(self, request: Request) -> None:
+        """The request loses its slot."""
+        if request.grammar is not None:
+            del self._seated[request.grammar.slot]
+            self._filler.unseat(request.grammar)
+
+    def note_late(self, table: SlotTable, slots: IntArray) -> None:
+        """Uncount rows that sampled nothing in a step which has just landed, as their masks were
+        late or do not come: they compute their newest token again."""
+        table.take_back(slots)
+        for slot in slots.tolist():
+            request = table.request_at(slot)
+            if not self._has_mask(request):
+                self._filler.note_late(grammar_of(request))
+
+    def withhold_all(self, table: SlotTable) -> None:
+        """Have the steps in flight not wait: their results are not read."""
+        slots = table.running[table.has_grammar[table.running]]
+        if len(slots) and self._filler.receiver is not None:
+            self._filler.receiver.withhold_masks(slots)
 
     def take_failed(self) -> list[tuple[Request, TermgenError]]:
         """Requests whose next mask could not be filled, with the errors."""
@@ -154,22 +173,27 @@ class Constraints:
         if not table.num_constrained:
             return endings
         going_on: list[GrammarState] = []
-        for i in table.has_grammar[slots].nonzero()[0].tolist():
-            slot = int(slots[i])
-            request = table.request_at(slot)
-            grammar = grammar_of(request)
-            answer = table.token_ids[slot, table.num_prompt[slot] : table.num_tokens[slot]]
-            if fault := fault_of(request, answer, grammar.mask):
-                endings[i] = FinishReason.ERROR, fault
-                continue
+        rows = table.has_grammar[slots].nonzero()[0]
+        slots, tokens = slots[rows], tokens[rows]
+        has_rules = table.has_edits[slots] | table.has_minimum[slots]
+        facts = (rows, slots, tokens, table.num_tokens[slots], has_rules)
+        for i, slot, token, length, may_conflict in zip(*(a.tolist() for a in facts), strict=True):
+            grammar = self._seated[slot]
+            if may_conflict:
+                request = table.request_at(slot)
+                answer = table.token_ids[slot, table.num_prompt[slot] : length]
+                if fault := fault_of(request, answer, grammar.mask):
+                    endings[i] = FinishReason.ERROR, fault
+                    continue
             try:
-                is_complete = grammar.accept(int(tokens[i]))
+                is_complete = grammar.accept(token)
             except BaseException as cause:  # a panic in llguidance is no Exception
-                endings[i] = FinishReason.ERROR, _error(request, cause)
+                endings[i] = FinishReason.ERROR, _error(table.request_at(slot), cause)
                 continue
             if is_complete:
                 endings[i] = FinishReason.STOP, None
             elif i not in endings:
+                grammar.position = length
                 going_on.append(grammar)
         self._filler.begin(going_on)
         return endings
@@ -192,17 +216,6 @@ class Constraints:
             self.is_late = True
             self._failed.append(request)
         return grammar.is_ready and grammar.error is None
-
-
-def may_all_run_ahead(table: SlotTable) -> bool:
-    """True if every constrained row may join a step before its mask is filled."""
-    if not table.num_constrained:
-        return True
-    running = table.running
-    slots = running[table.has_grammar[running]]
-    return bool((table.num_pending[slots] > 0).all()) and not any(
-        grammar_of(table.request_at(slot)).is_slow for slot in slots.tolist()
-    )
 
 
 def rows_with_grammar(table: SlotTable, slots: IntArray) -> IntArray | None:

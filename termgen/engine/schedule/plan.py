@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from termgen.engine.schedule.constraints import may_all_run_ahead, rows_with_grammar
+from termgen.engine.schedule.constraints import Constraints, rows_with_grammar
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.slot_table import Fence, SlotTable
 from termgen.vocabulary.request import IntArray, Request
@@ -168,8 +168,11 @@ def _prompt_spans(table: SlotTable, slots: IntArray, counts: IntArray) -> tuple[
 class DecodeStep:
     """Reads and advances the scheduler's columns."""
 
-    def __init__(self, table: SlotTable, kv: KVCacheManager, fence: Fence) -> None:
+    def __init__(
+        self, table: SlotTable, kv: KVCacheManager, fence: Fence, constraints: Constraints
+    ) -> None:
         self._table = table
+        self._constraints = constraints
         self._kv = kv
         self._fence = fence
         self._rows: IntArray = table.running
@@ -194,7 +197,7 @@ class DecodeStep:
         if table.running is not self._rows:
             self._rows, self._sampling, self._steps_left = table.running, None, 0
         rows = self._rows
-        if not (len(rows) and may_all_run_ahead(table)):
+        if not (len(rows) and self._constraints.may_all_run_ahead(table)):
             return None
         builder = PlanBuilder()
         if (
@@ -263,7 +266,7 @@ class DecodeStep:
     def _publish(self, rows: IntArray) -> None:
         """Publish the blocks whose tokens are all known to the host."""
         table, kv = self._table, self._kv
-        landed = np.minimum(self._computed, table.num_tokens.take(rows))
+        landed = np.minimum(self._computed, table.num_settled(rows))
         missing = (kv.num_registered.take(rows) + 1) * kv.block_size - landed
         for row in (missing <= 0).nonzero()[0].tolist():
             slot = int(rows[row])

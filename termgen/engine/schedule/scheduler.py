@@ -26,7 +26,6 @@ from termgen.engine.schedule.slot_table import Fence, SlotTable
 from termgen.errors import CorruptedLogitsError, EngineError, RequestError, TermgenError
 from termgen.vocabulary.request import FinishReason, IntArray, Request, RequestStatus
 from termgen.vocabulary.step import FinishedRow, StartedRow, StepPlan, StepResult
-from termgen.vocabulary.token_mask import RowMasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +53,8 @@ class SchedulerStats:
     generation_tokens: int = 0
     num_corrupted: int = 0
     """Requests that ended because of NaN or infinite logits."""
+    num_late_masks: int = 0
+    """Rows that a step did not sample because their masks came too late."""
     wasted_tokens: int = 0
     """Tokens computed for requests whose end or preemption was not known to the plan, or again
     because of a late mask."""
@@ -90,7 +91,7 @@ class Scheduler:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self.fence = Fence()
-        self._decode_step = DecodeStep(self.slots, kv, self.fence)
+        self._decode_step = DecodeStep(self.slots, kv, self.fence, self.constraints)
         self.admits_new = True
         """False: only requests that have run before get a slot."""
         self._unread: set[str] = set()
@@ -403,6 +404,7 @@ class Scheduler:
         blocks = self.kv.admit(slot, num_tokens, cached)
         builder.add_blocks(slot, 0, blocks.tolist())
         self.slots.occupy(slot, request, num_computed)
+        self.constraints.seat(request, slot)
         request.status = RequestStatus.RUNNING
         builder.add_row(request, num_computed)
         self.started.append(
@@ -425,7 +427,7 @@ class Scheduler:
         table.num_pending[slots] += samples
         table.last_step[slots] = self._next_step
         if kv.enable_prefix_caching:
-            known = np.minimum(table.num_computed[slots], table.num_tokens[slots])
+            known = np.minimum(table.num_computed[slots], table.num_settled(slots))
             fuller = np.flatnonzero(known // kv.block_size > kv.num_registered[slots])
             full = zip(slots[fuller].tolist(), known[fuller].tolist(), strict=True)
             for slot, num_tokens in full:
@@ -445,12 +447,9 @@ class Scheduler:
         self._next_step += 1
         return plan
 
-    def masks_for(self, plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
-        """Masks of the newest step's constrained rows; see Constraints.masks_for."""
-        masks = self.constraints.masks_for(self.slots, plan, runs_until_s=runs_until_s)
-        if masks is not None and len(masks.late):
-            self._decode_step.forget()
-        return masks
+    def withhold_masks(self) -> None:
+        """Have the steps in flight not wait for masks: their results are not read."""
+        self.constraints.withhold_all(self.slots)
 
     # -- results ---------------------------------------------------------------------------
 
@@ -468,10 +467,9 @@ class Scheduler:
             alive = self.slots.epoch[plan.slots] == plan.epochs
             sampled = result.num_sampled > 0
             assert np.count_nonzero(sampled) == len(result.token_ids), "no drafts were planned"
-            is_wasted = ~alive
-            if plan.constrained is not None:  # rows whose masks were late
-                is_wasted[plan.constrained] |= ~sampled[plan.constrained]
-            self.stats.wasted_tokens += int(plan.num_tokens[is_wasted].sum())
+            self.stats.wasted_tokens += int(plan.num_tokens[~alive].sum())
+            if plan.constrained is not None:
+                self._uncount_late(plan, alive & ~sampled, result.corrupt)
             rows = (alive & sampled).nonzero()[0].astype(np.int32)
             applied = AppliedStep(plan.slots[rows], plan.epochs[rows], result.by_row()[rows], rows)
         self.stats.generation_tokens += len(rows)
@@ -485,6 +483,21 @@ class Scheduler:
         if result.corrupt is not None:
             self._end_corrupt(plan, result.corrupt, applied)
         return applied
+
+    def _uncount_late(
+        self, plan: StepPlan, is_missing: npt.NDArray[np.bool_], corrupt: IntArray | None
+    ) -> None:
+        """Uncount the rows that sampled nothing for lack of their masks. is_missing: [num_rows]
+        rows that have their slot still and sampled nothing, corrupt ones included."""
+        if corrupt is not None:
+            is_missing[corrupt] = False
+        assert plan.constrained is not None
+        late = plan.constrained[is_missing[plan.constrained]]
+        if len(late):
+            self._decode_step.forget()
+            self.constraints.note_late(self.slots, plan.slots[late])
+            self.stats.wasted_tokens += len(late)
+            self.stats.num_late_masks += len(late)
 
     def _forget_corrupt(self, plan: StepPlan, rows: IntArray) -> None:
         """Unpublish the KV of these rows: it holds NaN from an unknown block on. The blocks of a
@@ -575,6 +588,7 @@ class Scheduler:
             known = min(int(table.num_computed[slot]), int(table.num_tokens[slot]) - 1)
             self._publish(slot, known)
         request = table.vacate(slot)
+        self.constraints.unseat(request)
         self._newest_loss = self._next_step
         self._released.append(slot)
         blocks = self.kv.take_all(slot)

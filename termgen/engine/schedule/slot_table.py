@@ -136,8 +136,14 @@ class SlotTable:
         stopped &= lengths > stop_after
         return stopped, (stopped | (lengths >= limit)).nonzero()[0]
 
+    def num_settled(self, slots: IntArray) -> IntArray:
+        """Tokens of these rows whose KV, once computed, is not written again. A step may compute
+        the newest token of a row with a grammar once more, for lack of its mask."""
+        settled: IntArray = self.num_tokens.take(slots) - self.has_grammar.take(slots)
+        return settled
+
     def take_back(self, slots: IntArray) -> None:
-        """Uncount rows that sampled nothing in the newest step although planned to: their newest
+        """Uncount rows that sampled nothing in a landed step although planned to: their newest
         token is computed again."""
         self.num_pending[slots] -= 1
         self.num_computed[slots] -= 1

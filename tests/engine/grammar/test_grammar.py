@@ -186,7 +186,10 @@ def test_a_limit_reached_in_a_mask_is_an_error_and_no_end_of_the_answer(
     assert not matcher.accept(EOS), "a broken matcher takes nothing"
 
 
-def test_masks_filled_at_once_are_those_of_each_alone(compiler: GrammarCompiler) -> None:
+@pytest.mark.parametrize("in_this_thread", [False, True])
+def test_masks_filled_at_once_are_those_of_each_alone(
+    compiler: GrammarCompiler, in_this_thread: bool
+) -> None:
     """The batch has several grammars, with and without an end; one reaches a limit on the way."""
     wanted: list[dict[str, Any]] = [
         {"json_object": True},
@@ -205,7 +208,8 @@ def test_masks_filled_at_once_are_those_of_each_alone(compiler: GrammarCompiler)
         expected = np.full((len(places), alone[0].num_words), -7, np.int32)
         bits = np.full_like(expected, 5)
         wrong = fill_each([alone[i] for i in places], expected)
-        faults = together[0].fill_all([together[i] for i in places], bits)
+        matchers = [together[i] for i in places]
+        faults = together[0].fill_all(matchers, bits, in_this_thread=in_this_thread)
         for i, a, b, fault, own in zip(places, expected, bits, faults, wrong, strict=True):
             if fault or own:  # what counts towards the limit is common to a grammar's matchers
                 goes_on[i], refused = False, refused + (fault is not None)

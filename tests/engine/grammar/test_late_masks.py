@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher
@@ -15,8 +14,7 @@ from process_resources import no_thread
 from termgen.engine.grammar.mask_filler import NUM_SLOW_THREADS, NUM_THREADS, SLOW_S, MaskFiller
 from termgen.errors import RequestError
 from termgen.vocabulary.request import FinishReason, Request
-from termgen.vocabulary.step import StepPlan, StepResult
-from termgen.vocabulary.token_mask import GrammarState, IntArray, RowMasks
+from termgen.vocabulary.token_mask import GrammarState, IntArray
 
 
 @pytest.fixture
@@ -25,6 +23,7 @@ def make_driver() -> Callable[..., ConstrainedDriver]:
         driver = ConstrainedDriver(**settings)
         driver.scheduler.constraints.patience_s = 0.4
         driver.scheduler.constraints.idle_patience_s = 0.4
+        driver.device.patience_s = 0.4
         return driver
 
     return make
@@ -181,48 +180,6 @@ def test_whoever_waits_for_a_mask_is_looked_at_once_in_a_step(
     gate.is_open.set()
     driver.run()
     driver.assert_reference()
-
-
-def test_masks_are_waited_for_as_long_as_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks of 30 ms, without any patience, are in time for steps of 20 s."""
-    monkeypatch.setattr("termgen.engine.grammar.mask_filler.SLOW_S", 60.0)
-    driver, grammar = ConstrainedDriver(depth=2), FakeGrammar(9)
-    constraints = driver.scheduler.constraints
-    constraints.patience_s = constraints.idle_patience_s = 0.0
-    bound = driver.constrain("bound", [3, 4], grammar, max_tokens=20)
-    while not bound.tokens:
-        driver.step()
-    for _ in range(3):
-        grammar.may_fill.clear()
-        threading.Timer(0.03, grammar.may_fill.set).start()
-        driver.core._step_ns = 20 * 10**9
-        driver.step()
-    assert len(bound.tokens) == 1 + 3 and driver.scheduler.stats.wasted_tokens == 0
-    driver.run()
-    driver.assert_reference()
-
-
-def test_how_long_the_model_runs_is_no_matter_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step with a prompt takes 400 s here, one without 20 s: the next one waits for 10 s."""
-    driver, waits_s = ConstrainedDriver(depth=2), list[float]()
-    execute, masks_for = driver.executor.device.execute, driver.scheduler.masks_for
-
-    def timed(plan: StepPlan, **options: Any) -> StepResult:
-        return execute(plan, **options)._replace(ended_ns=(20 if plan.is_decode else 400) * 10**9)
-
-    def noting(plan: StepPlan, *, runs_until_s: float = 0.0) -> RowMasks | None:
-        waits_s.append(runs_until_s - time.perf_counter())
-        return masks_for(plan, runs_until_s=runs_until_s)
-
-    monkeypatch.setattr(driver.executor.device, "execute", timed)
-    monkeypatch.setattr(driver.scheduler, "masks_for", noting)
-    driver.constrain("bound", [3, 4], FakeGrammar(9), max_tokens=20)
-    for i in range(3):
-        driver.step()
-        driver.submit(f"prompt {i}", [5] * 20, max_tokens=2)
-    driver.run()
-    driver.assert_reference()
-    assert 0.0 < max(waits_s) <= 10.0
 
 
 def test_an_abort_while_the_mask_is_filled(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher, fill_each
 
-from termgen.engine.grammar.mask_filler import MANY, MaskFiller
+from termgen.engine.grammar import mask_filler
+from termgen.engine.grammar.mask_filler import MANY, MOST_HERE, MaskFiller
 from termgen.errors import RequestError
-from termgen.vocabulary.token_mask import GrammarState, IntArray
+from termgen.vocabulary.token_mask import PROVEN_AFTER, GrammarState, IntArray
 
 
 class Panic(BaseException):
@@ -32,7 +34,9 @@ class Counting(FakeGrammar):
 
 class CountingMatcher(FakeMatcher):
     @staticmethod
-    def fill_all(matchers: Sequence[FakeMatcher], bits: IntArray) -> list[BaseException | None]:
+    def fill_all(
+        matchers: Sequence[FakeMatcher], bits: IntArray, *, in_this_thread: bool
+    ) -> list[BaseException | None]:
         grammar = matchers[0]._grammar
         assert isinstance(grammar, Counting)
         grammar.at_once.append(len(matchers))
@@ -147,3 +151,125 @@ def test_a_watched_row_is_told_once_whether_it_becomes_ready_before_or_after() -
     assert filler.take_watched() == [late] and filler.take_watched() == []
     filler.watch(late)  # between a look at it and this, it became ready
     assert filler.take_watched() == [late] and filler.take_watched() == []
+
+
+def prove(rows: list[GrammarState]) -> None:
+    """Count many quick masks of each row."""
+    for row in rows:
+        for _ in range(PROVEN_AFTER):
+            row.note_time(is_slow=False)
+
+
+def test_masks_that_were_always_quick_are_filled_in_this_thread() -> None:
+    threads: list[str] = []
+
+    class Noting(Counting):
+        def allowed(self, tokens: Sequence[int]) -> list[int]:
+            threads.append(threading.current_thread().name)
+            return super().allowed(tokens)
+
+    grammar = Noting()
+    filler, rows = landed_rows([grammar] * 10)
+    threads.clear()
+    prove(rows[:4])
+    filler.begin(rows)
+    assert all(row.is_ready for row in rows[:4]), "they are there at once"
+    filler.wait(rows, 20.0)
+    own = threading.current_thread().name
+    assert threads.count(own) == 4 and len(threads) == 10
+    assert all(row.mask.any() and row.error is None for row in rows)
+
+
+def test_a_long_fill_in_this_thread_is_not_repeated_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mask_filler, "LONG_HERE_S", -1.0)  # each is long
+    grammar = Counting()
+    filler, rows = landed_rows([grammar] * 3)
+    prove(rows)
+    filler.begin(rows)
+    assert all(row.is_ready for row in rows)
+    assert filler._rests_until_s > 0
+    filler._rests_until_s += 60.0
+    names: list[str] = []
+    fill_many = filler._fill_many
+
+    def noting(rows: list[GrammarState], **options: bool) -> None:
+        names.append(threading.current_thread().name)
+        fill_many(rows, **options)
+
+    monkeypatch.setattr(filler, "_fill_many", noting)
+    for row in rows:
+        row.accept(row_first(row))
+    filler.begin(rows)
+    filler.wait(rows, 20.0)
+    assert not names, "a thread fills so few one by one"
+    assert all(row.is_ready and row.mask.any() for row in rows)
+
+
+def test_many_masks_are_left_to_the_threads() -> None:
+    grammar = Counting()
+    filler, rows = landed_rows([grammar] * (MOST_HERE + 1))
+    prove(rows)
+    grammar.may_fill.clear()
+    filler.begin(rows)
+    assert not any(row.is_ready for row in rows)
+    grammar.may_fill.set()
+    filler.wait(rows, 20.0)
+    assert all(row.is_ready and row.mask.any() for row in rows)
+
+
+class Board:
+    """A `MaskReceiver` that notes what it gets."""
+
+    waits_for_masks = True
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[int, int, list[int]]] = []
+        self.withheld: list[int] = []
+
+    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+        self.posted += zip(slots.tolist(), positions.tolist(), bits.tolist(), strict=True)
+
+    def withhold_masks(self, slots: IntArray) -> None:
+        self.withheld += slots.tolist()
+
+
+@pytest.mark.parametrize("num_rows", [3, 12])
+@pytest.mark.parametrize("proven", [False, True])
+def test_masks_of_rows_with_a_slot_are_posted(num_rows: int, proven: bool) -> None:
+    filler, rows = landed_rows([Counting() for _ in range(num_rows)])
+    filler.receiver = board = Board()
+    if proven:
+        prove(rows)
+    filler.begin(rows)
+    filler.wait(rows, 20.0)
+    assert not board.posted, "no row has a slot"
+    for i, row in enumerate(rows[1:]):
+        filler.seat(row, i, 70 + i)
+    assert board.posted == [(i, 70 + i, row.mask.tolist()) for i, row in enumerate(rows[1:])]
+    board.posted.clear()
+    filler.unseat(rows[1])
+    assert board.withheld == [0]
+    for row in rows:
+        row.accept(row_first(row))
+        row.position += 1
+    filler.begin(rows)
+    filler.wait(rows, 20.0)
+    expected = [(i + 1, 72 + i, row.mask.tolist()) for i, row in enumerate(rows[2:])]
+    assert sorted(board.posted) == expected
+
+
+def test_a_row_whose_mask_cannot_be_filled_keeps_no_step_waiting() -> None:
+    fault = RuntimeError("broken")
+    filler, rows = landed_rows([Counting(), Counting(fault=fault)])
+    for row in rows:
+        row.is_ready, row.error = True, None
+    filler.receiver = board = Board()
+    filler.seat(rows[0], 5, 70)
+    rows[1].slot = 6
+    board.posted.clear()
+    filler.begin(rows)
+    filler.wait(rows, 20.0)
+    assert rows[1].error is fault
+    assert [slot for slot, _, _ in board.posted] == [5] and board.withheld == [6]

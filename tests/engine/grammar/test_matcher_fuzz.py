@@ -230,7 +230,7 @@ class Drive:
             return bits
         many = [matcher, self.copied(matcher), self.copied(matcher)]
         masks = np.full((3, matcher.num_words), -1, np.int32)
-        for fault in Matcher.fill_all(many, masks):
+        for fault in Matcher.fill_all(many, masks, in_this_thread=self.rng.random() < 0.5):
             if fault is not None:
                 raise fault
         self.counts["masks"] += 3

@@ -268,7 +268,7 @@ def test_recordings_are_made_again_for_the_new_addresses(
     ring = engine.core.bus.subscribe()
     assert generate(engine, "recorded") == told
     num_made, status = made, executor.graph_status()
-    assert num_made == 8 and status.num_recorded == 8
+    assert num_made == 4 and status.num_recorded == 4
     gone = weakref.ref(graphs)
     del graphs
     engine.sleep(1)

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from constrained_harness import FakeGrammar, names_ahead
+from constrained_harness import FakeGrammar
 from scheduler_harness import make_request, make_scheduler
 from scripted_device import next_token
 
 from termgen.engine.grammar import mask_filler
-from termgen.engine.schedule.constraints import Constraints
+from termgen.engine.schedule.constraints import grammar_of
 from termgen.engine.schedule.scheduler import Scheduler
 from termgen.vocabulary.step import StepPlan, StepResult
-from termgen.vocabulary.token_mask import GrammarState, RowMasks
+from termgen.vocabulary.token_mask import GrammarState
 
 
 def assert_same_plan(one: StepPlan, two: StepPlan) -> None:
@@ -38,20 +38,22 @@ def assert_same_state(one: Scheduler, two: Scheduler) -> None:
     assert one.kv.pool.num_cached == two.kv.pool.num_cached
 
 
-def assert_same_masks(one: RowMasks, two: RowMasks) -> None:
-    for a, b in ((one.rows, two.rows), (one.late, two.late), *zip(one.bits, two.bits, strict=True)):
-        assert a.tolist() == b.tolist()
-
-
-def result_of(plan: StepPlan, samples: np.ndarray, masks: RowMasks | None) -> StepResult:
-    """Each row that samples gets a token that depends on its position."""
+def result_of(
+    plan: StepPlan, samples: np.ndarray, scheduler: Scheduler, late: np.ndarray
+) -> StepResult:
+    """Each row that samples gets a token that depends on its position, and on its mask. late: rows
+    whose masks do not come in time."""
     places = zip(plan.slots.tolist(), (plan.num_computed + plan.num_tokens).tolist(), strict=True)
     tokens = np.asarray([next_token(np.asarray(place)) for place in places], np.int32)
-    if masks is not None:
-        for row, bits in zip(masks.rows.tolist(), masks.bits, strict=True):
-            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-            tokens[row] = allowed[tokens[row] % len(allowed)]
-        samples[masks.late] = False
+    table = scheduler.slots
+    for row in () if plan.constrained is None else plan.constrained.tolist():
+        slot = int(plan.slots[row])
+        if table.epoch[slot] != plan.epochs[row]:
+            continue
+        grammar = grammar_of(table.request_at(slot))
+        allowed = np.flatnonzero(np.unpackbits(grammar.mask.view(np.uint8), bitorder="little"))
+        tokens[row] = allowed[tokens[row] % len(allowed)]
+        samples[row] &= not late[row]
     return StepResult(
         plan.step_id, samples.astype(np.int32), tokens[samples], None, started_ns=0, ended_ns=0
     )
@@ -75,7 +77,8 @@ class InFlight:
     plans: tuple[StepPlan, StepPlan]
     samples: np.ndarray
     """The rows that sample."""
-    result: StepResult | None = None
+    late: np.ndarray
+    """The rows whose masks are late, if they need one."""
 
 
 class Pair:
@@ -84,17 +87,9 @@ class Pair:
     def __init__(self, quick: Scheduler, slow: Scheduler, rng: np.random.Generator) -> None:
         self.quick, self.slow, self.rng = quick, slow, rng
         self.in_flight: list[InFlight] = []
-        self._late = self._ahead = set[str]()
-        for scheduler in (quick, slow):
-            self._make_late(scheduler.constraints)
-
-    def _make_late(self, constraints: Constraints) -> None:
-        has_mask = constraints._has_mask
-        constraints._has_mask = lambda r: has_mask(r) and r.request_id not in self._late  # type: ignore[method-assign]
 
     def schedule(self) -> bool:
         before = self.quick.slots.num_pending.copy()
-        self._ahead = names_ahead(self.quick)
         ours, theirs = self.quick.schedule(), self.slow.schedule()
         assert (ours is None) == (theirs is None)
         if ours is None or theirs is None:
@@ -102,34 +97,18 @@ class Pair:
         assert_same_plan(ours, theirs)
         before[[row.slot for row in ours.added]] = 0
         samples = (self.quick.slots.num_pending > before)[ours.slots]
-        self.in_flight.append(InFlight((ours, theirs), samples))
+        is_late = (before[ours.slots] > 0) & (self.rng.random(ours.num_rows) < 0.1)
+        self.in_flight.append(InFlight((ours, theirs), samples, is_late))
         return True
 
-    def sample(self) -> None:
-        """Sample the newest step; if it needs masks, the steps before land first. Some masks are
-        late."""
-        step = self.in_flight[-1] if self.in_flight else None
-        if step is None or step.result is not None:
-            return
-        masks = None
-        if step.plans[0].constrained is not None:
-            self._late = {name for name in sorted(self._ahead) if self.rng.random() < 0.1}
-            while (masks := self.quick.masks_for(step.plans[0])) is None:
-                assert self.slow.masks_for(step.plans[1]) is None
-                self.land()
-            others = self.slow.masks_for(step.plans[1])
-            assert others is not None
-            assert_same_masks(masks, others)
-            self._late = set()
-        step.result = result_of(step.plans[0], step.samples, masks)
-
     def land(self) -> None:
-        if self.in_flight[0].result is None:
-            self.sample()
         step = self.in_flight.pop(0)
-        assert step.result is not None
-        one = self.quick.apply(step.plans[0], step.result)
-        two = self.slow.apply(step.plans[1], step.result)
+        for scheduler in (self.quick, self.slow):
+            states = [request.grammar for request in scheduler.requests.values()]
+            scheduler.constraints._filler.wait(filter(None, states), 10.0)
+        result = result_of(step.plans[0], step.samples, self.quick, step.late)
+        one = self.quick.apply(step.plans[0], result)
+        two = self.slow.apply(step.plans[1], result)
         assert one.token_ids.tolist() == two.token_ids.tolist()
         assert one.rows.tolist() == two.rows.tolist()
         assert one.finished == two.finished
@@ -139,8 +118,8 @@ def compare(
     seed: int, monkeypatch: pytest.MonkeyPatch, *, grammars: float = 0.0
 ) -> tuple[list[bool], int]:
     """Compare both plans of each step. Returns for each whether the fast path planned it, and how
-    many of those had a row under a grammar. grammars: the share of requests that have one. Their
-    masks miss no step here."""
+    many of those had a row under a grammar. grammars: the share of requests that have one. No mask
+    counts as slow here."""
     rng = np.random.default_rng(seed)
     settings = {
         "num_blocks": int(rng.choice([24, 60, 300])),
@@ -168,7 +147,6 @@ def compare(
     monkeypatch.setattr(slow._decode_step, "plan", lambda step_id, released: None)
     pair = Pair(quick, slow, rng)
     for turn in range(150):
-        pair.sample()
         if rng.random() < 0.3 and len(quick.requests) < 12:
             room = min(100, quick.kv.capacity_tokens)
             prompt = rng.integers(0, 40, int(rng.integers(1, max(2, room // 3)))).tolist()

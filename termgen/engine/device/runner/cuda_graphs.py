@@ -4,8 +4,8 @@ Skip on a first reading: a replayed step computes what `ModelRunner` launches op
 
 A full graph has input preparation, the model, sampling, the state update and the push of tokens and
 log-probabilities to a ring; all read their lengths and rows, and what a row asks for, from device
-memory. Replaying a step with the rows of the previous step uploads nothing. Steps whose sampling
-waits for masks have graphs that end with hidden states.
+memory. Replaying a step with the rows of the previous step uploads nothing. Sampling waits, in the
+graph, for the masks of rows that need one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -89,11 +89,8 @@ class AddressCheck:
 
 logger = logging.getLogger(__name__)
 
-DeviceStep = Callable[
-    [torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing, torch.Tensor], object
-]
-"""(slots [B], num_tokens [B], descriptor, ring for the tokens, buffer for hidden states); see
-ModelRunner.step_on_device."""
+DeviceStep = Callable[[torch.Tensor, torch.Tensor, BatchDescriptor, TokenRing], object]
+"""(slots [B], num_tokens [B], descriptor, ring for the tokens); see ModelRunner.step_on_device."""
 
 Recording = BatchDescriptor | int
 """Key of a recording: the descriptor of a full graph, or the token count of piecewise graphs."""
@@ -180,17 +177,15 @@ class FullGraphs:
         pieces: PiecewiseGraphs,
         *,
         ring: TokenRing,
-        hidden: torch.Tensor,
         address_check: AddressCheck | None = None,
         rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """header, ring and hidden [rows, hidden]: hold the dispatcher's `max_rows`. pieces: has its
-        sizes. rehearsing: meanwhile a step runs as little as uses every kernel it would."""
+        """header and ring: hold the dispatcher's `max_rows`. pieces: has its sizes. rehearsing:
+        meanwhile a step runs as little as uses every kernel it would."""
         self.dispatcher = dispatcher
         self.header = header
         self.pieces = pieces
         self.ring = ring
-        self.hidden = hidden
         self._device_step = step
         self._check = address_check
         self._rehearsing = rehearsing
@@ -324,7 +319,7 @@ class FullGraphs:
         """The operations of a recording. Their rows are those of the last upload, at first padding:
         run like this, a step computes for no request."""
         slots, num_tokens = self.header.rows(descriptor.num_rows)
-        self._device_step(slots, num_tokens, descriptor, self.ring, self.hidden)
+        self._device_step(slots, num_tokens, descriptor, self.ring)
 
     def _rehearse(self, descriptor: BatchDescriptor) -> None:
         with self._rehearsing():
@@ -332,35 +327,11 @@ class FullGraphs:
 
     def replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> StepTensors | HostRows:
         """Run a recorded step. Returns where its results will be; see `pushed`."""
-        self._replay(descriptor, plan)
-        return self.pushed(plan)
-
-    def replay_model(
-        self, descriptor: BatchDescriptor, plan: StepPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run a recorded step up to sampling. Returns slots [B], num_tokens [B] and the hidden
-        states [B, hidden] of its rows' last tokens, all of which the next replay overwrites."""
-        self._replay(descriptor, plan)
-        return *self.header.rows(plan.num_rows), self.hidden[: plan.num_rows]
-
-    def _replay(self, descriptor: BatchDescriptor, plan: StepPlan) -> None:
         if self._check is not None:
             self._check.check(descriptor)
         self.header.upload(plan, descriptor.num_rows)
         self._replays[descriptor]()
-
-    def replay_sampling(self, dispatch: Dispatch) -> bool:
-        """Sample what `replay_model` has just left, with masks. False, and nothing done, where that
-        is not recorded."""
-        if dispatch.descriptor is None:
-            return False
-        sampling = replace(dispatch.descriptor, sampling=SamplingVariant.MASKED)
-        if sampling not in self._replays:
-            return False
-        if self._check is not None:
-            self._check.check(sampling)
-        self._replays[sampling]()
-        return True
+        return self.pushed(plan)
 
     def pushed(self, plan: StepPlan) -> StepTensors | HostRows:
         """What the last launched step pushes to the ring, valid for RING_SIZE steps: in host memory

@@ -35,8 +35,7 @@ that of steps without a recording."""
 
 class GraphMode(enum.StrEnum):
     FULL = "FULL"
-    """The whole step is one graph: inputs, model, sampling, state update; without the last two if
-    sampling waits for masks."""
+    """The whole step is one graph: inputs, model, sampling, state update."""
     PIECEWISE = "PIECEWISE"
     """Inputs and model are graphs with attention between them; sampling is launched after them."""
     NONE = "NONE"
@@ -49,26 +48,18 @@ class SamplingVariant(enum.StrEnum):
     PLAIN = "plain"
     """Greedy rows and rows with a temperature."""
     ANY = "any"
-    """Rows with anything but a grammar. Each costs what it asks for; but a plain step would take a
-    few launches more."""
-    OUTSIDE = "outside"
-    """No sampling: the graph ends with hidden states, and sampling is launched after it."""
-    MASKED = "masked"
-    """Sampling only, for a step of the OUTSIDE graph, with constrained rows; log-probabilities are
-    left out, as they are of logits without masks."""
+    """Rows with anything. Each costs what it asks for; but a plain step would take a few launches
+    more."""
 
 
 def variant_of(needs: SamplingNeeds) -> SamplingVariant:
     """The sampling of the recordings that fit."""
-    if needs.grammar:
-        return SamplingVariant.OUTSIDE
     return SamplingVariant.PLAIN if needs.is_plain else SamplingVariant.ANY
 
 
 NEEDS = {
     SamplingVariant.PLAIN: SamplingNeeds(),
-    SamplingVariant.ANY: EVERYTHING._replace(grammar=False),
-    SamplingVariant.MASKED: EVERYTHING._replace(max_logprobs=None),
+    SamplingVariant.ANY: EVERYTHING,
 }
 """Sampler features of the recordings that sample."""
 
@@ -153,22 +144,13 @@ class CudaGraphDispatcher:
         so; why_not_full: the same of whole steps, where they were asked for."""
         assert max_num_seqs or not (mixed or piecewise), "their rows go by max_num_seqs"
         self.sizes = tuple(sorted(sizes))
-        self.split_sizes = tuple(s for s in self.sizes if s & (s - 1) == 0 or s == self.sizes[-1])
-        """Rows of the decodes that are recorded in two parts, model and sampling: fewer, for they
-        serve fewer steps, and a decode reads the weights whatever its size."""
         self.mixed = tuple(sorted(mixed))
-        self.split_mixed = tuple(
-            s for s in self.mixed if s <= 2048 and (s % 256 == 0 or s & (s - 1) == 0)
-        )
-        """Token counts of steps with prompts recorded in two parts: up to 2048, further apart."""
         self.piecewise = tuple(sorted(piecewise))
         self.max_num_seqs = max_num_seqs
         self.disabled_reason = disabled_reason
         self._why_not_full = why_not_full
         self._padded_rows = _padded(self.sizes)
-        self._padded_split = _padded(self.split_sizes)
         self._padded_tokens = _padded(self.mixed)
-        self._padded_split_tokens = _padded(self.split_mixed)
         self._padded_pieces = _padded(self.piecewise)
 
     @property
@@ -188,12 +170,10 @@ class CudaGraphDispatcher:
 
     def descriptors(self) -> list[BatchDescriptor]:
         """Every recording of a whole step, the largest first: later ones fit into its memory."""
-        plain, unusual, outside, masked = SamplingVariant
+        plain, unusual = SamplingVariant
         found = [self._decode(size, v) for size in self.sizes for v in (plain, unusual)]
-        found += [self._decode(size, v) for size in self.split_sizes for v in (outside, masked)]
         found += [self._mixed(s, plain) for s in self.mixed if s <= PLAIN_TOKENS]
         found += [self._mixed(s, unusual) for s in self.mixed]
-        found += [self._mixed(s, outside) for s in self.split_mixed]
         return sorted(found, key=lambda d: (-d.num_tokens, -d.num_rows))
 
     def up_to(self, num_tokens: int) -> CudaGraphDispatcher:
@@ -234,7 +214,7 @@ class CudaGraphDispatcher:
         full = self._full(num_rows, num_tokens, sampling)
         if full is not None:
             return Dispatch(GraphMode.FULL, full, full.num_tokens)
-        reason = self._miss(num_rows, num_tokens, sampling)
+        reason = self._miss(num_rows, num_tokens)
         if num_tokens >= len(self._padded_pieces):
             return Dispatch(GraphMode.NONE, reason=reason)
         if not self._recorded_whole(num_rows, num_tokens):
@@ -245,14 +225,11 @@ class CudaGraphDispatcher:
     def _full(
         self, num_rows: int, num_tokens: int, sampling: SamplingVariant
     ) -> BatchDescriptor | None:
-        is_split = sampling is SamplingVariant.OUTSIDE
         if num_tokens == num_rows and num_rows < len(self._padded_rows):
-            padded = self._padded_split if is_split else self._padded_rows
-            return self._decode(padded[num_rows], sampling)
-        padded = self._padded_split_tokens if is_split else self._padded_tokens
-        if num_tokens >= len(padded) or num_rows > self.max_num_seqs:
+            return self._decode(self._padded_rows[num_rows], sampling)
+        if num_tokens >= len(self._padded_tokens) or num_rows > self.max_num_seqs:
             return None
-        size = padded[num_tokens]
+        size = self._padded_tokens[num_tokens]
         if sampling is SamplingVariant.PLAIN and size > PLAIN_TOKENS:
             sampling = SamplingVariant.ANY
         return self._mixed(size, sampling)
@@ -261,13 +238,12 @@ class CudaGraphDispatcher:
         """Sizes of the whole steps of this kind, decodes or others, that are recorded."""
         return self.sizes if num_tokens == num_rows else self.mixed
 
-    def _miss(self, num_rows: int, num_tokens: int, sampling: SamplingVariant) -> str:
+    def _miss(self, num_rows: int, num_tokens: int) -> str:
         """Why no recording of the whole step serves, or none at all where only pieces could."""
         is_decode = num_tokens == num_rows
         if is_decode and self.sizes:
             return f"more than {self.sizes[-1]} rows"
-        whole = self.split_mixed if sampling is SamplingVariant.OUTSIDE else self.mixed
-        largest = max((*whole, *self.piecewise), default=0)
+        largest = max((*self.mixed, *self.piecewise), default=0)
         if not largest:
             return "a prompt is being computed"
         return f"{'' if is_decode else 'a prompt, and '}more than {largest} tokens"

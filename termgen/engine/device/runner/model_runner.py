@@ -49,7 +49,6 @@ from termgen.engine.device.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
     Dispatch,
-    SamplingVariant,
 )
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers, RowHeader
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
@@ -58,8 +57,7 @@ from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logpr
 from termgen.engine.device.sampling.sampler import Sampler
 from termgen.engine.device.sampling.token_ring import TokenRing
 from termgen.vocabulary.sampling_params import MAX_LOGPROBS
-from termgen.vocabulary.step import SamplingNeeds, StepPlan, StepResult
-from termgen.vocabulary.token_mask import RowMasks
+from termgen.vocabulary.step import SamplingNeeds, StepPlan
 
 if TYPE_CHECKING:
     from termgen.engine.device.kernels.compilation import CompileCounter
@@ -78,22 +76,6 @@ class ModelOutput:
     span_ns: tuple[int, int] = (0, 0)
     """On a CPU, perf_counter_ns when the model began and when it had ended. A GPU runs the model
     later than the host calls it."""
-
-
-class UnsampledStep:
-    """A step whose model has been launched and whose constrained rows wait for their masks."""
-
-    def __init__(self, runner: ModelRunner, launch: Launch, output: ModelOutput) -> None:
-        self._runner = runner
-        self._launch = launch
-        self._output = output
-
-    def sample(self, masks: RowMasks | None) -> RecordedOutput:
-        """Launch the rest. Call it once, before the next step is launched."""
-        return self._runner.sample(self._launch, self._output, masks)
-
-    def result(self) -> StepResult:
-        raise AssertionError("nothing is sampled before the masks are there")
 
 
 class ModelRunner:
@@ -224,8 +206,6 @@ class ModelRunner:
         runner = weakref.proxy(self)
         size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
         header = RowHeader(size, pad_row=pad_row, device=self.device)
-        shape = (size, self.config.hidden_size)
-        hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
         pieces = PiecewiseGraphs(
             self.model,
             self.attention,
@@ -249,7 +229,7 @@ class ModelRunner:
         )
         check = None
         if self.debug:
-            tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces, hidden)
+            tensors = partial(ModelRunner._recorded_tensors, runner, header, pieces)
             check = AddressCheck(tensors)
         return FullGraphs(
             partial(ModelRunner.step_on_device, runner),
@@ -257,13 +237,12 @@ class ModelRunner:
             header,
             pieces,
             ring=ring,
-            hidden=hidden,
             address_check=check,
             rehearsing=partial(one_layer_of_each_kind, self.model),
         )
 
     def _recorded_tensors(
-        self, header: RowHeader, pieces: PiecewiseGraphs, hidden: torch.Tensor
+        self, header: RowHeader, pieces: PiecewiseGraphs
     ) -> Iterator[NamedTensor]:
         """Tensors that recordings read or write and that steps must not reallocate."""
         yield from self.model.named_parameters("model")
@@ -272,12 +251,12 @@ class ModelRunner:
             yield f"kv_caches[{layer}]", cache
         yield from tensors_of("state", self.state)
         yield from tensors_of("state.edits", self.state.edits)
+        yield from tensors_of("state.masks", self.state.masks)
         if self.fused_sampler is not None:
             yield from tensors_of("fused_sampler", self.fused_sampler)
         yield from tensors_of("buffers", self.buffers)
         yield from tensors_of("header", header)
         yield from tensors_of("pieces", pieces)
-        yield "hidden", hidden
 
     def record_next(self) -> bool:
         """Record one graph that was left for idle moments; False when none is left."""
@@ -289,20 +268,15 @@ class ModelRunner:
             torch.cuda.empty_cache()
         return made_one
 
-    def execute(self, plan: StepPlan) -> RecordedOutput | UnsampledStep:
-        """Launch one step; with constrained rows, without sampling. On CUDA it returns before the
-        device is done.
+    def execute(self, plan: StepPlan) -> RecordedOutput:
+        """Launch one step. On CUDA it returns before the device is done.
 
         This is all host work between two steps of the same rows, so it makes few torch calls.
         """
         launch = self._begin(plan)
         recording = launch.dispatch.descriptor
-        if recording is None or recording.sampling is SamplingVariant.OUTSIDE:
-            with torch.inference_mode(), self.watch_compiles():
-                output = self._run_model(plan, launch.dispatch)
-            launch.model_span_ns = output.span_ns
-            step = UnsampledStep(self, launch, output)
-            return step.sample(None) if plan.constrained is None else step
+        if recording is None:
+            return self._launch(launch)
         # Fast path, skip on a first reading: one recording holds model and sampling. It compiles
         # nothing, so nothing is counted.
         return self._land(launch, self.graphs.replay(recording, plan))
@@ -318,6 +292,9 @@ class ModelRunner:
             with torch.inference_mode(), self.watch_compiles():
                 self.state.update(plan)
         dispatch = self.graphs.dispatch(plan)
+        if plan.constrained is not None and not self.state.masks.is_awaited:
+            with torch.inference_mode():
+                self.state.masks.upload(plan.slots[plan.constrained], self.state)
         if clock is not None and start is None:
             start = clock.start()
         return Launch(plan, dispatch, started_ns, start)
@@ -326,9 +303,7 @@ class ModelRunner:
         """Launch the model on a step that no recording samples."""
         if dispatch.padded_tokens is None:
             return self._run_operations(plan)
-        # Fast paths, skip on a first reading: the model as one recording, or as several pieces.
-        if dispatch.descriptor is not None:
-            return ModelOutput(*self.graphs.replay_model(dispatch.descriptor, plan))
+        # Fast path, skip on a first reading: the model as several pieces.
         batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
         return ModelOutput(batch.slots, batch.num_tokens, hidden)
 
@@ -347,26 +322,16 @@ class ModelRunner:
         hidden = batch.last_tokens(hidden)
         return ModelOutput(batch.slots, batch.num_tokens, hidden, of_prompts, span_ns)
 
-    def sample(self, launch: Launch, output: ModelOutput, masks: RowMasks | None) -> RecordedOutput:
-        """Launch the rest of a step after its model. masks: of the plan's constrained rows, None if
-        it has none."""
-        plan, needs = launch.plan, launch.plan.sampling
+    def _launch(self, launch: Launch) -> RecordedOutput:
+        """Launch a step that no recording holds whole."""
+        plan = launch.plan
         with torch.inference_mode(), self.watch_compiles():
-            num_tokens = output.num_tokens
-            if masks is not None:
-                self.state.set_masks(plan, masks, by_kernels=self.fused_sampler is not None)
-                if len(masks.late):  # short of its newest token, a row samples nothing
-                    is_late = np.zeros(plan.num_rows, np.int64)
-                    is_late[masks.late] = 1
-                    num_tokens = num_tokens - self.state.upload(is_late)
-                elif needs.max_logprobs is None:
-                    # Fast path, skip on a first reading: sampling with masks is recorded too.
-                    if self.graphs.replay_sampling(launch.dispatch):
-                        return self._land(launch, self.graphs.pushed(plan))
+            output = self._run_model(plan, launch.dispatch)
+            launch.model_span_ns = output.span_ns
             of_prompts = output.prompt_logprobs
             ring = self.graphs.ring if of_prompts is None else None  # which needs no copy
             logits = self.model.compute_logits(output.hidden)
-            sampled = self._sample(output.slots, num_tokens, logits, needs, ring)
+            sampled = self._sample(output.slots, output.num_tokens, logits, plan.sampling, ring)
         if ring is not None:
             return self._land(launch, self.graphs.pushed(plan))
         return self._land(launch, replace(sampled, prompt_logprobs=of_prompts))
@@ -386,18 +351,12 @@ class ModelRunner:
         num_tokens: torch.Tensor,
         descriptor: BatchDescriptor,
         ring: TokenRing,
-        hidden: torch.Tensor,
     ) -> None:
-        """A step, or a part of one, from device memory alone: what a full graph records.
+        """A step from device memory alone: what a full graph records.
 
         slots, num_tokens: [B] int64, num_tokens 0 for a padded row. Pushes tokens [B] int32 to the
-        ring; a step without sampling writes the hidden state of each row's last token to the front
-        of `hidden` instead, where sampling alone reads it.
+        ring.
         """
-        if descriptor.sampling is SamplingVariant.MASKED:
-            logits = self.model.compute_logits(hidden[: len(slots)])
-            self._sample(slots, num_tokens, logits, NEEDS[descriptor.sampling], ring)
-            return
         if descriptor.is_decode:
             batch = self.buffers.prepare_decode(
                 slots, num_tokens, self.state, max_seq_len=self.max_model_len
@@ -412,11 +371,8 @@ class ModelRunner:
                 max_query_len=descriptor.num_tokens,
                 max_seq_len=self.max_model_len,
             )
-        if descriptor.sampling is SamplingVariant.OUTSIDE:
-            hidden[: len(slots)].copy_(self._hidden(batch, batch.logits_indices))
-        else:
-            needs = NEEDS[descriptor.sampling]
-            self._sample(batch.slots, batch.num_tokens, self.forward(batch), needs, ring)
+        needs = NEEDS[descriptor.sampling]
+        self._sample(batch.slots, batch.num_tokens, self.forward(batch), needs, ring)
 
     def _sample(
         self,
@@ -428,6 +384,8 @@ class ModelRunner:
     ) -> StepTensors:
         """Sampling and state update. Kernels with a ring leave log-probabilities there alone."""
         state = self.state
+        if needs.grammar:
+            num_tokens = state.await_masks(slots, num_tokens)
         if self.fused_sampler is None:
             meta = state.sampling_metadata(slots, num_tokens, needs)
             output = self.sampler(logits.float(), meta)

@@ -19,15 +19,15 @@ from termgen.engine.device.sampling.logprobs import LogprobTensors
 from termgen.engine.device.sampling.metadata import (
     COUNT_MASK,
     HAS_EDITS,
+    HAS_GRAMMAR,
     HAS_PENALTIES,
     PROMPT_BIT,
     SamplingMetadata,
-    TokenMasks,
 )
+from termgen.engine.device.sampling.posted_masks import PostedMasks
 from termgen.engine.device.sampling.token_ring import TokenRing
 from termgen.vocabulary.sampling_params import MAX_STOP_TOKEN_IDS
 from termgen.vocabulary.step import AddedRow, SamplingNeeds, StepPlan
-from termgen.vocabulary.token_mask import RowMasks
 
 
 class RequestState:
@@ -75,16 +75,7 @@ class RequestState:
         """Stopped or released: such a row writes to the null block and samples nothing."""
         stop_columns = MAX_STOP_TOKEN_IDS + num_eos_ids
         self.stop_ids = torch.full((rows, stop_columns), -1, dtype=torch.int64, device=device)
-        self.has_grammar = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.token_masks = torch.zeros(
-            (rows, -(-vocab_size // 32)), dtype=torch.int32, device=device
-        )
-        """[R, W]: a bit for each token that a row with a grammar may sample next."""
-        self.host_masks = self.token_masks
-        """The same for kernels: on CUDA in host memory, which they can read, so that masks need no
-        copy."""
-        if self.fused and device.type == "cuda":
-            self.host_masks = torch.zeros_like(self.token_masks, device="cpu").pin_memory()
+        self.masks = PostedMasks(rows, vocab_size, device, by_kernels=self.fused)
         self.token_counts = zeros_if_used((rows, vocab_size), device)
         """[R, V] int32 tokens of requests with penalties; see `metadata`."""
         self.edits = LogitEditTables(rows, vocab_size, device)
@@ -107,27 +98,15 @@ class RequestState:
             where, blocks = both[: 2 * len(places)].view(torch.int64), both[2 * len(places) :]
             self.block_table.view(-1).index_copy_(0, where, blocks)
 
-    def set_masks(self, plan: StepPlan, masks: RowMasks, *, by_kernels: bool) -> None:
-        """Write the masks of a plan's rows for its sampling. by_kernels: kernels sample, not torch.
+    def await_masks(self, slots: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        """Wait for the masks of a step's rows; see `PostedMasks.wait_on_host`."""
+        if self.device.type == "cpu":
+            return self.masks.wait_on_host(slots, num_tokens, self)
+        if not self.masks.is_awaited:
+            return num_tokens
+        from termgen.engine.device.kernels.sampling.await_masks import await_masks
 
-        No step in flight needs a row's old mask: its token has landed, or the row was late and
-        samples nothing there, so a partially written mask does no harm.
-        """
-        if not len(masks.rows):
-            return
-        slots, num_words = plan.slots[masks.rows], self.token_masks.shape[1]  # no unknown tokens
-        if by_kernels or self.device.type == "cpu":
-            rows = self.host_masks.numpy()
-            for slot, bits in zip(slots.tolist(), masks.bits, strict=True):
-                rows[slot] = bits[:num_words]
-        else:
-            rows = np.stack([bits[:num_words] for bits in masks.bits])
-            where = self.upload(slots.astype(np.int64))
-            self.token_masks.index_copy_(0, where, self.upload(rows))
-
-    def masks_of(self, slots: torch.Tensor) -> TokenMasks:
-        """slots: [B] int64."""
-        return TokenMasks(slots, self.has_grammar, self.token_masks)
+        return await_masks(slots, num_tokens, self)
 
     def sampling_metadata(
         self,
@@ -157,7 +136,7 @@ class RequestState:
             suppress_stop=suppress_stop,
             needs=needs,
             edit=partial(self._edit_logits, slots) if needs.edits else None,
-            token_masks=self.masks_of(slots) if needs.grammar else None,
+            token_masks=self.masks.of(slots, self.edit_kinds) if needs.grammar else None,
             may_hide=suppress_stop | (self.edit_kinds[slots] & HAS_EDITS > 0),
         )
 
@@ -180,8 +159,7 @@ class RequestState:
             [row.num_prompt_tokens + row.params.min_tokens for row in added],
             [row.seed for row in added],
             [-1 if p.logprobs is None else p.logprobs for p in params],
-            [HAS_PENALTIES * p.has_penalties | HAS_EDITS * p.edits_logits for p in params],
-            [row.has_grammar for row in added],
+            [_edit_kinds(row) for row in added],
             [p.top_k for p in params],
         ]
         reals = [
@@ -196,10 +174,9 @@ class RequestState:
         for i, row in enumerate(added):
             stops[: len(row.stop_token_ids), i] = row.stop_token_ids
         uploaded = self.upload(np.concatenate((np.asarray(integers, np.int64), stops)))
-        slots, (has_grammar, top_k) = uploaded[0], uploaded[len(integers) - 2 : len(integers)]
-        self._integers.index_copy_(1, slots, uploaded[1 : len(integers) - 2])
+        slots, top_k = uploaded[0], uploaded[len(integers) - 1]
+        self._integers.index_copy_(1, slots, uploaded[1 : len(integers) - 1])
         self._reals.index_copy_(1, slots, self.upload(np.asarray(reals, np.float32)))
-        self.has_grammar.index_copy_(0, slots, has_grammar.bool())
         self.top_k.index_copy_(0, slots, top_k.int())
         self.stop_ids.index_copy_(0, slots, uploaded[len(integers) :].T)
         self.finished.index_fill_(0, slots, False)
@@ -306,3 +283,9 @@ def zeros_if_used(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.int32, device=device)
     return torch.from_numpy(np.zeros(shape, np.int32))
+
+
+def _edit_kinds(row: AddedRow) -> int:
+    """Bits of what changes a row's logits."""
+    kinds = HAS_PENALTIES * row.params.has_penalties | HAS_EDITS * row.params.edits_logits
+    return kinds | HAS_GRAMMAR * row.has_grammar

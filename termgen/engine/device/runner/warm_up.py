@@ -28,11 +28,10 @@ from termgen.engine.device.runner.dispatch import (
     SamplingVariant,
 )
 from termgen.engine.device.runner.input_batch import InputBatch
-from termgen.engine.device.runner.model_runner import ModelRunner, UnsampledStep
+from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import PromptSpan, SamplingNeeds, StepPlan
-from termgen.vocabulary.token_mask import RowMasks
 
 MOST_TOKENS = 2048
 """Above the last count at which any kernel except those of experts selects a variant."""
@@ -148,10 +147,7 @@ def _prompt_steps(runner: ModelRunner) -> Iterator[Step]:
 
 def _execute(runner: ModelRunner, num_tokens: list[int], **needs: bool) -> None:
     """A step that is not recorded, over rows that belong to no request."""
-    step = runner.execute(_plan(num_tokens, **needs))
-    if isinstance(step, UnsampledStep):
-        step = step.sample(_unused_mask(runner.state.vocab_size))
-    step.result()
+    runner.execute(_plan(num_tokens, **needs)).result()
 
 
 def _plan(
@@ -184,12 +180,6 @@ def _plan(
         constrained=_FIRST_ROW if filters else None,
         prompt_spans=(PromptSpan(0, 0, 1),) if of_prompts else (),
     )
-
-
-def _unused_mask(vocab_size: int) -> RowMasks:
-    """The mask of a row without a grammar, which is never read."""
-    bits = np.zeros(-(-vocab_size // 32), np.int32)
-    return RowMasks(_FIRST_ROW, (bits,), late=_FIRST_ROW[:0])
 
 
 # The largest steps, whose memory is measured before the KV cache is sized. They have no requests

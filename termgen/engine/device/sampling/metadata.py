@@ -2,8 +2,7 @@
 
 The runner gathers them from its permanent per-slot rows, once per step, and hands them to the
 `Sampler`; a step launches no work that its rows do not need. Masks have a bit per token: bit i % 32
-of word i // 32 stands for token i. On CUDA a kernel masks in place (`kernels.sampling.edit_logits`)
-where the logits as they came are not needed.
+of word i // 32 stands for token i.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ HAS_PENALTIES = 1
 """Bit of a slot's `edit_kinds`: its request has penalties."""
 HAS_EDITS = 2
 """Bit of a slot's `edit_kinds`: a logit bias, allowed ids or bad words."""
+HAS_GRAMMAR = 4
+"""Bit of a slot's `edit_kinds`: its tokens are sampled under masks."""
 PROMPT_BIT = -(2**31)
 """An entry of the table of counts, int32, is how often the request generated a token, and this bit
 if its prompt has the token."""
@@ -62,7 +63,8 @@ class SamplingMetadata:
     token_masks: TokenMasks | None = None
     """Masks of the rows under a grammar, if there may be any."""
     may_hide: torch.Tensor | None = None
-    """[B] bool: rows in which `edit` or `min_tokens` may hide tokens; None: in none."""
+    """[B] bool: rows in which `edit` or `min_tokens` may hide tokens; None: in none. Masks may hide
+    any."""
 
 
 @dataclass(slots=True)

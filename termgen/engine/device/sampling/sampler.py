@@ -82,10 +82,11 @@ class Sampler:
 
 
 def _may_be_empty(meta: SamplingMetadata) -> torch.Tensor | bool:
-    """True for the rows, or for all, in which masks may have hidden every token."""
-    if meta.token_masks is not None:
-        return True
-    return False if meta.may_hide is None else meta.may_hide
+    """True for the rows in which masks may have hidden every token."""
+    hidden = False if meta.may_hide is None else meta.may_hide
+    if meta.token_masks is None:
+        return hidden
+    return meta.token_masks.has_grammar[meta.token_masks.slots] | hidden
 
 
 def process_logits(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor:

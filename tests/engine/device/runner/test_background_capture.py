@@ -34,7 +34,7 @@ from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
 ModelDir = Callable[..., Path]
-PLAIN, FILTERED, OUTSIDE, MASKED = SamplingVariant
+PLAIN, FILTERED = SamplingVariant
 
 
 def test_the_largest_of_each_kind_come_first_then_the_most_useful() -> None:
@@ -43,17 +43,14 @@ def test_the_largest_of_each_kind_come_first_then_the_most_useful() -> None:
     first, later = split_by_use(everything)
     assert sorted(map(repr, first + later)) == sorted(map(repr, everything))
     kinds = [(d.num_tokens, d.is_decode, d.sampling) for d in first]
-    assert kinds[:7] == [
+    assert kinds[:4] == [
         (8192, False, FILTERED),
-        (2048, False, OUTSIDE),
         (256, True, PLAIN),
         (256, True, FILTERED),
-        (256, True, OUTSIDE),
-        (256, True, MASKED),
         (64, False, PLAIN),
     ]
-    assert kinds[7][:2] == (1, True)
-    for d in first[7:]:
+    assert kinds[4][:2] == (1, True)
+    for d in first[4:]:
         assert d.num_tokens <= (USEFUL_DECODES if d.is_decode else USEFUL_TOKENS)
     sizes = [d.num_tokens for d in later]
     assert sizes == sorted(sizes)
@@ -128,7 +125,7 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
     num_first = made
     expected = {seed: run(make_engine(folder, None), seed)[0] for seed in (1, 2)}
     snapshot = engine.snapshot()
-    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (num_first, 28)
+    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (num_first, 16)
 
     tokens, steps = run(engine, 1)
     assert tokens == expected[1]
@@ -144,9 +141,9 @@ def test_steps_are_right_before_during_and_after(tiny_model_dir: ModelDir) -> No
 
     while engine.core.use_idle_time():
         pass
-    assert made == 28
+    assert made == 16
     snapshot = engine.snapshot()
-    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (28, 28)
+    assert (snapshot.num_graphs_recorded, snapshot.num_graphs) == (16, 16)
     engine.core.scheduler.reset_prefix_cache()
     tokens, steps = run(engine, 1)
     assert tokens == expected[1]
@@ -179,7 +176,7 @@ def test_recordings_that_cannot_be_made_leave_steps_eager(
     assert gc.isenabled()
     assert not engine.core.use_idle_time()
     status = engine.core.executor.graph_status()
-    assert status.num_recorded == status.num_graphs < 28
+    assert status.num_recorded == status.num_graphs < 16
     tokens, steps = run(engine, 1)
     assert tokens == run(make_engine(folder, None), 1)[0]
     assert reason in {s.graph_reason for s in steps}

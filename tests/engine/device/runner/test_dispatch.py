@@ -31,7 +31,7 @@ from termgen.engine.device.runner.dispatch import (
 from termgen.engine.device.runner.resolve import Limits
 from termgen.vocabulary.step import SamplingNeeds
 
-STEPS = (SamplingVariant.PLAIN, SamplingVariant.ANY, SamplingVariant.OUTSIDE)
+STEPS = tuple(SamplingVariant)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 30, 64, 100, 256, 300, 512, 2000])
@@ -53,12 +53,8 @@ def test_every_decode_batch_replays_the_smallest_recording_that_holds_it(
             found = dispatcher.dispatch(num_rows=rows, num_tokens=rows, sampling=variant)
             assert found.mode is GraphMode.FULL and found.reason == ""
             assert found.descriptor in recorded
-            recorded_rows, most = sizes, max(8, rows)
-            if variant is SamplingVariant.OUTSIDE:
-                recorded_rows, most = dispatcher.split_sizes, max(1, rows)
-                assert replace(found.descriptor, sampling=SamplingVariant.MASKED) in recorded
-            assert found.descriptor.num_rows == min(s for s in recorded_rows if s >= rows)
-            assert found.num_padded(rows) == found.descriptor.num_rows - rows < most
+            assert found.descriptor.num_rows == min(s for s in sizes if s >= rows)
+            assert found.num_padded(rows) == found.descriptor.num_rows - rows < max(8, rows)
 
 
 def test_every_other_step_replays_nothing_and_says_why() -> None:
@@ -74,20 +70,18 @@ def test_every_other_step_replays_nothing_and_says_why() -> None:
             assert found.reason and found.num_padded(rows) == 0
 
 
-def test_only_sampling_that_waits_for_masks_is_left_outside_the_recording() -> None:
+def test_rows_that_ask_for_more_than_a_temperature_have_recordings_of_their_own() -> None:
     assert variant_of(SamplingNeeds()) is SamplingVariant.PLAIN
     assert variant_of(SamplingNeeds(all_greedy=True)) is SamplingVariant.PLAIN
-    for need in ("filters", "penalties", "min_tokens", "edits"):
+    for need in ("filters", "grammar", "penalties", "min_tokens", "edits"):
         assert variant_of(SamplingNeeds(**{need: True})) is SamplingVariant.ANY
     assert variant_of(SamplingNeeds(max_logprobs=0)) is SamplingVariant.ANY
-    for needs in (EVERYTHING, SamplingNeeds(grammar=True)):
-        assert variant_of(needs) is SamplingVariant.OUTSIDE
+    assert variant_of(EVERYTHING) is SamplingVariant.ANY
 
 
 def test_recordings_sample_all_that_their_steps_may_need() -> None:
     assert NEEDS[SamplingVariant.PLAIN].is_plain
-    assert NEEDS[SamplingVariant.ANY] == EVERYTHING._replace(grammar=False)
-    assert NEEDS[SamplingVariant.MASKED] == EVERYTHING._replace(max_logprobs=None)
+    assert NEEDS[SamplingVariant.ANY] == EVERYTHING
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(4, 16), (32, 300), (256, 8192)])
@@ -134,7 +128,7 @@ def test_large_steps_are_recorded_where_memory_is_plenty() -> None:
     assert most_recorded_tokens(8192, 4 * gib, 16 * gib) == most_recorded_tokens(512, 0, 1) == 2048
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=8192, max_model_len=128)
     everything = choose("cuda", ALL_MODES, limits=limits)
-    assert everything.mixed[-1] == 8192 and everything.split_mixed[-1] == 2048
+    assert everything.mixed[-1] == 8192
     some = everything.up_to(5000)
     assert some.mixed == tuple(size for size in everything.mixed if size <= 5000)
     assert (some.sizes, some.max_rows) == (everything.sizes, everything.max_rows)
@@ -291,8 +285,6 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
                 whole: tuple[int, ...] = ()
                 if mode.startswith("full"):
                     whole = decodes if is_decode else mixed if mode == "full" else ()
-                    if whole and sampling is SamplingVariant.OUTSIDE:
-                        whole = dispatcher.split_sizes if is_decode else dispatcher.split_mixed
                 pieces = cut if mode.endswith("piecewise") else ()
                 if any(size >= tokens for size in whole):
                     assert found.mode is GraphMode.FULL and found.reason == ""
@@ -319,19 +311,11 @@ def test_every_pair_in_every_mode(mode: str, max_num_seqs: int, budget: int) -> 
     ("mode", "rows", "tokens", "sampling", "expected"),
     [
         ("piecewise", 4, 2049, SamplingVariant.PLAIN, "a prompt, and more than 2048 tokens"),
-        ("piecewise", 2049, 2049, SamplingVariant.OUTSIDE, "more than 2048 tokens"),
-        (
-            "full_and_piecewise",
-            4,
-            2049,
-            SamplingVariant.OUTSIDE,
-            "a prompt, and more than 2048 tokens",
-        ),
+        ("piecewise", 2049, 2049, SamplingVariant.ANY, "more than 2048 tokens"),
         ("full_and_piecewise", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
         ("full_decode_only", 600, 600, SamplingVariant.PLAIN, "more than 512 rows"),
-        ("full_decode_only", 4, 9, SamplingVariant.OUTSIDE, "a prompt is being computed"),
+        ("full_decode_only", 4, 9, SamplingVariant.ANY, "a prompt is being computed"),
         ("full", 4, 8193, SamplingVariant.ANY, "a prompt, and more than 8192 tokens"),
-        ("full", 4, 2049, SamplingVariant.OUTSIDE, "a prompt, and more than 2048 tokens"),
     ],
 )
 def test_reasons_name_what_to_change(

@@ -42,7 +42,7 @@ from termgen.engine.device.runner.dispatch import (
     mixed_sizes,
     piecewise_sizes,
 )
-from termgen.engine.device.runner.model_runner import UnsampledStep
+from termgen.engine.device.runner.request_state import RequestState
 from termgen.engine.device.runner.warm_up import dummy_run
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.schedule.kv_cache import KVCacheManager
@@ -50,7 +50,7 @@ from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import GraphStatus, StepPlan, StepResult
-from termgen.vocabulary.token_mask import IntArray, RowMasks, faults_of
+from termgen.vocabulary.token_mask import IntArray, faults_of
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -80,7 +80,9 @@ class AnyToken:
         return True
 
     @staticmethod
-    def fill_all(matchers: Sequence[Any], bits: IntArray) -> list[BaseException | None]:
+    def fill_all(
+        matchers: Sequence[Any], bits: IntArray, *, in_this_thread: bool
+    ) -> list[BaseException | None]:
         return faults_of(lambda matcher, mask: matcher.fill(mask), matchers, bits)
 
     def fill(self, bits: IntArray) -> None:
@@ -100,6 +102,15 @@ def pretend_a_gpu() -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "why_unusable", None) is why_not:
             module.why_unusable = lambda device, dtype=None: ""  # type: ignore[attr-defined]
+    RequestState.await_masks = await_by_kernel  # type: ignore[method-assign]
+
+
+def await_by_kernel(
+    state: RequestState, slots: torch.Tensor, num_tokens: torch.Tensor
+) -> torch.Tensor:
+    from termgen.engine.device.kernels.sampling.await_masks import await_masks
+
+    return await_masks(slots, num_tokens, state)
 
 
 def small_gemm_choice(num_rows: int, spec: LinearSpec) -> SmallGemmConfig | None:
@@ -128,16 +139,7 @@ class PlanExecutor:
 
     def submit(self, plan: StepPlan) -> SimpleNamespace:
         before = set(self._missing)
-        step = self._runner.execute(plan)
-        if isinstance(step, UnsampledStep):
-            return SimpleNamespace(plan=plan, step=step, before=before)
-        return self._finish(plan, step.result().graph_mode, before)
-
-    def sample(self, handle: SimpleNamespace, masks: RowMasks) -> SimpleNamespace:
-        mode = handle.step.sample(masks).result().graph_mode
-        return self._finish(handle.plan, mode, handle.before)
-
-    def _finish(self, plan: StepPlan, mode: str, before: set[tuple[str, str]]) -> SimpleNamespace:
+        mode = self._runner.execute(plan).result().graph_mode
         self.steps.append((plan, mode, set(self._missing) - before))
         for row in plan.added:
             known = len(row.token_ids)
@@ -153,6 +155,14 @@ class PlanExecutor:
         tokens = np.full(int(num_sampled.sum()), 7, np.int32)
         result = StepResult(plan.step_id, num_sampled, tokens, None, 0, 0)
         return SimpleNamespace(result=lambda: result)
+
+    waits_for_masks = False
+
+    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+        self._runner.state.masks.post(slots, positions, bits)
+
+    def withhold_masks(self, slots: IntArray) -> None:
+        self._runner.state.masks.withhold(slots)
 
     def idle(self) -> bool:
         return False

@@ -1,15 +1,13 @@
 """Changes to the logits before sampling, by a request or its grammar.
 
-`edit_logits`: allowed ids, a bias, bad words, stop tokens before `min_tokens` and penalties in one
-kernel, which reads the tables of the rows' slots. It leaves the logits as they are, for
+The mask of a grammar, allowed ids, a bias, bad words, stop tokens before `min_tokens` and penalties
+in one kernel, which reads the tables of the rows' slots. It leaves the logits as they are, for
 log-probabilities, and writes float32 to a buffer: only the rows that `is_edited`, so that sampling
 reads a row from one of the two. A program takes a part of a row: at first all of its logits, with
 what is known of each by its place in a table; then, a barrier later each, the few ids of lists that
-fall into its part, for which it computes the same again with their bias, or the lowest logit.
-
-`mask_tokens_`: -inf in place for tokens that a grammar does not allow, in the rows that have a
-grammar. Recorded in graphs between the model and the sampling kernels: whether a row has a grammar
-is device memory, and the programs of a row without one end at once.
+fall into its part, for which it computes the same again with their bias, or the lowest logit. It is
+recorded in graphs: what a row asks for is device memory, and the programs of a row that asks for
+nothing end at once.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from termgen.engine.device.sampling.logit_edits import NOTHING
 from termgen.engine.device.sampling.metadata import (
     COUNT_MASK,
     HAS_EDITS,
+    HAS_GRAMMAR,
     HAS_PENALTIES,
-    TokenMasks,
-    mask_tokens,
 )
 
 if TYPE_CHECKING:
     from termgen.engine.device.sampling.logit_edits import LogitEditTables
+    from termgen.engine.device.sampling.posted_masks import PostedMasks
 
 _BLOCK = 2048
 _BIASES = 256
@@ -39,15 +37,15 @@ _WORDS = 16
 _NOTHING = tl.constexpr(NOTHING)
 _HAS_PENALTIES = tl.constexpr(HAS_PENALTIES)
 _HAS_EDITS = tl.constexpr(HAS_EDITS)
+_HAS_GRAMMAR = tl.constexpr(HAS_GRAMMAR)
 _COUNT_MASK = tl.constexpr(COUNT_MASK)
-_MASK_BLOCK = 2048
 _PROGRAMS_PER_SM = 4
 
 
 class EditedSlots(Protocol):
     """What the kernel reads of every slot. R slots, vocabulary of V."""
 
-    edit_kinds: torch.Tensor  # [R] int64, bits HAS_PENALTIES and HAS_EDITS
+    edit_kinds: torch.Tensor  # [R] int64, bits HAS_PENALTIES, HAS_EDITS and HAS_GRAMMAR
     total_len: torch.Tensor  # [R] int64
     min_total: torch.Tensor  # [R] int64
     prompt_len: torch.Tensor  # [R] int64
@@ -58,6 +56,7 @@ class EditedSlots(Protocol):
     frequency_penalty: torch.Tensor  # [R] float32
     stop_ids: torch.Tensor  # [R, K] int64, padded with -1
     edits: LogitEditTables
+    masks: PostedMasks
 
 
 @triton.jit
@@ -89,6 +88,20 @@ def _is_allowed(bits_ptr, ids, mask):
     return ((bits.to(tl.int32) >> (ids % 8)) & 1) != 0
 
 
+@triton.jit
+def _fits(masks_ptr, ids, mask):
+    words = tl.load(masks_ptr + ids // 32, mask=mask, other=0)
+    return ((words >> (ids % 32)) & 1) != 0
+
+
+@triton.jit
+def _fits_block(masks_ptr, block, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of all ids of a block, [BLOCK]. Reads each word once: it may be the host's."""
+    word_ids = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    words = tl.load(masks_ptr + word_ids, mask=word_ids < NUM_WORDS, other=0)
+    return tl.reshape(((words[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0, [BLOCK])
+
+
 @triton.jit(do_not_specialize=["num_blocks_each"], do_not_specialize_on_alignment=["slots_ptr"])
 def _edit_kernel(
     logits_ptr,
@@ -109,6 +122,7 @@ def _edit_kernel(
     bias_ids_ptr,
     biases_ptr,
     bad_words_ptr,
+    masks_ptr,
     logits_stride,
     num_blocks_each,
     VOCAB_SIZE: tl.constexpr,
@@ -116,6 +130,7 @@ def _edit_kernel(
     NUM_STOPS: tl.constexpr,
     BLOCK_STOPS: tl.constexpr,
     NUM_BYTES: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
     MAX_BIASES: tl.constexpr,
     MAX_WORDS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -141,6 +156,8 @@ def _edit_kernel(
     out_ptr += row * VOCAB_SIZE
     packed_ptr = token_counts_ptr + slot * VOCAB_SIZE
     bits_ptr = allowed_bits_ptr + slot * NUM_BYTES
+    has_grammar = (kinds & _HAS_GRAMMAR) != 0
+    masks_ptr += slot * NUM_WORDS
     first = tl.program_id(1) * num_blocks_each
     last = tl.minimum(first + num_blocks_each, tl.cdiv(VOCAB_SIZE, BLOCK))
 
@@ -148,6 +165,10 @@ def _edit_kernel(
         ids = block * BLOCK + tl.arange(0, BLOCK)
         inside = ids < VOCAB_SIZE
         logits = tl.load(row_ptr + ids, mask=inside, other=0.0).to(tl.float32)
+        if has_grammar:
+            logits = tl.where(
+                _fits_block(masks_ptr, block, NUM_WORDS, BLOCK), logits, float("-inf")
+            )
         if is_limited:
             logits = tl.where(_is_allowed(bits_ptr, ids, inside), logits, float("-inf"))
         if has_penalties:
@@ -165,6 +186,8 @@ def _edit_kernel(
             mine = (ids >= low) & (ids < high)
             logits = tl.load(row_ptr + ids, mask=mine, other=0.0).to(tl.float32)
             logits = tl.where(_is_allowed(bits_ptr, ids, mine), logits, float("-inf"))
+            if has_grammar:
+                logits = tl.where(_fits(masks_ptr, ids, mine), logits, float("-inf"))
             logits += tl.load(biases_ptr + at, mask=mine, other=0.0)
             if has_penalties:
                 packed = tl.load(packed_ptr + ids, mask=mine, other=0)
@@ -191,6 +214,8 @@ def _edit_kernel(
             # NaN stays NaN, as where the lowest logit is added.
             logits = tl.load(row_ptr + ids, mask=is_written, other=0.0).to(tl.float32)
             logits = tl.where(_is_allowed(bits_ptr, ids, is_written), logits, float("-inf"))
+            if has_grammar:
+                logits = tl.where(_fits(masks_ptr, ids, is_written), logits, float("-inf"))
             tl.store(out_ptr + ids, logits + float("-inf"), mask=is_written)
     if early:
         tl.debug_barrier()  # and a stop token, whatever else is said of it
@@ -214,6 +239,8 @@ def edit_logits(
     assert out.is_contiguous() and out.dtype == torch.float32 and len(out) >= num_rows
     assert out.shape[1] == state.token_counts.shape[1] == vocab_size, out.shape
     assert state.token_ids.is_contiguous() and state.stop_ids.is_contiguous()
+    masks = state.masks.bits
+    assert masks.is_contiguous() and 32 * masks.shape[1] >= vocab_size, masks.shape
     if not num_rows:
         return
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
@@ -238,6 +265,7 @@ def edit_logits(
         tables.bias_ids,
         tables.biases,
         tables.bad_words,
+        masks,
         logits.stride(0),
         num_blocks_each,
         VOCAB_SIZE=vocab_size,
@@ -245,6 +273,7 @@ def edit_logits(
         NUM_STOPS=state.stop_ids.shape[1],
         BLOCK_STOPS=next_power_of_2(state.stop_ids.shape[1]),
         NUM_BYTES=tables.allowed_bits.shape[1],
+        NUM_WORDS=masks.shape[1],
         MAX_BIASES=tables.biases.shape[1],
         MAX_WORDS=tables.bad_words.shape[1],
         LENGTH=tables.bad_words.shape[2],
@@ -254,70 +283,3 @@ def edit_logits(
         num_warps=8,
         enable_fp_fusion=False,
     )
-
-
-@triton.jit(do_not_specialize=["num_blocks_each"], do_not_specialize_on_alignment=["slots_ptr"])
-def _mask_kernel(
-    logits_ptr,
-    slots_ptr,
-    has_grammar_ptr,
-    bits_ptr,
-    logits_stride,
-    bits_stride,
-    num_blocks_each,
-    VOCAB_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    if tl.load(has_grammar_ptr + slot):
-        first = tl.program_id(1) * num_blocks_each
-        last = tl.minimum(first + num_blocks_each, tl.cdiv(VOCAB_SIZE, BLOCK))
-        for block in range(first, last):
-            word_ids = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-            # Each word once: they may lie in the host's memory.
-            has_word = word_ids < tl.cdiv(VOCAB_SIZE, 32)
-            words = tl.load(bits_ptr + slot * bits_stride + word_ids, mask=has_word, other=-1)
-            places = tl.arange(0, 32)[None, :]
-            is_allowed = ((words[:, None] >> places) & 1) != 0
-            ids = word_ids[:, None] * 32 + places
-            nothing = tl.full([BLOCK // 32, 32], float("-inf"), logits_ptr.dtype.element_ty)
-            forbidden = (ids < VOCAB_SIZE) & ~is_allowed
-            tl.store(logits_ptr + row * logits_stride + ids, nothing, mask=forbidden)
-
-
-def mask_tokens_(
-    logits: torch.Tensor,  # [B, V], rows dense; changed in place
-    slots: torch.Tensor,  # [B] int64
-    *,
-    has_grammar: torch.Tensor,  # [R] bool
-    bits: torch.Tensor,  # [R, W] int32, on the device or in pinned memory of the host
-) -> None:
-    """The masks are those of a row's slot."""
-    num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1 and bits.stride(1) == 1, (logits.stride(), bits.stride())
-    assert 32 * bits.shape[1] >= vocab_size, (bits.shape, vocab_size)
-    if not num_rows:
-        return
-    num_blocks = triton.cdiv(vocab_size, _MASK_BLOCK)
-    most_parts = max(1, num_sms(logits.device) * _PROGRAMS_PER_SM // num_rows)
-    num_blocks_each = triton.cdiv(num_blocks, most_parts)
-    _mask_kernel[(num_rows, triton.cdiv(num_blocks, num_blocks_each))](
-        logits,
-        slots,
-        has_grammar,
-        bits,
-        logits.stride(0),
-        bits.stride(0),
-        num_blocks_each,
-        VOCAB_SIZE=vocab_size,
-        BLOCK=_MASK_BLOCK,
-        num_warps=4,
-    )
-
-
-def mask_tokens_reference(
-    logits: torch.Tensor, slots: torch.Tensor, *, has_grammar: torch.Tensor, bits: torch.Tensor
-) -> torch.Tensor:
-    """A new tensor."""
-    return mask_tokens(logits, TokenMasks(slots, has_grammar, bits))

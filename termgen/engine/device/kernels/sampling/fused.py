@@ -15,11 +15,7 @@ from typing import Protocol
 
 import torch
 
-from termgen.engine.device.kernels.sampling.edit_logits import (
-    EditedSlots,
-    edit_logits,
-    mask_tokens_,
-)
+from termgen.engine.device.kernels.sampling.edit_logits import EditedSlots, edit_logits
 from termgen.engine.device.kernels.sampling.logprobs import LogprobWorkspace, gather_logprobs
 from termgen.engine.device.kernels.sampling.sample import SampleWorkspace, sample
 from termgen.engine.device.kernels.sampling.top_k_top_p import CutWorkspace, cut_threshold
@@ -40,8 +36,6 @@ class SlotParams(EditedSlots, Protocol):
     min_p: torch.Tensor  # [R] float32
     seeds: torch.Tensor  # [R] int64
     num_logprobs: torch.Tensor  # [R] int64, -1 for none
-    has_grammar: torch.Tensor  # [R] bool
-    host_masks: torch.Tensor  # [R, W] int32
 
 
 class FusedSampler:
@@ -64,7 +58,7 @@ class FusedSampler:
 
     def __call__(
         self,
-        logits: torch.Tensor,  # [B, V]; grammars change them in place
+        logits: torch.Tensor,  # [B, V]
         slots: torch.Tensor,  # [B] int64
         num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
         params: SlotParams,
@@ -73,11 +67,6 @@ class FusedSampler:
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
         """Tokens [B] int64, CORRUPT_TOKEN for a row whose logits are not numbers. Log-probabilities
         are written to the ring's next row or, without a ring, returned."""
-        raw = logits
-        if needs.grammar:
-            if needs.max_logprobs is not None:
-                raw = logits.clone()
-            mask_tokens_(logits, slots, has_grammar=params.has_grammar, bits=params.host_masks)
         edits = edited = threshold = None
         if not needs.is_plain:
             edits, edited = params, self.edited
@@ -105,16 +94,15 @@ class FusedSampler:
             edited=edited,
             edits=edits,
             stream=self._stream,
-            may_be_empty=needs.grammar,
         )
         if needs.max_logprobs is None:
             return token_ids, None
         if ring is None:
             return token_ids, self._gather(
-                raw, slots, token_ids, params.num_logprobs, needs.max_logprobs
+                logits, slots, token_ids, params.num_logprobs, needs.max_logprobs
             )
         gather_logprobs(
-            raw,
+            logits,
             slots,
             token_ids,
             params.num_logprobs,

@@ -22,7 +22,7 @@ import triton.language as tl
 from termgen.engine.device.kernels.launch import next_power_of_2, num_sms, register_limit
 from termgen.engine.device.kernels.sampling.edit_logits import EditedSlots, is_early, is_edited
 from termgen.engine.device.sampling.gumbel import Stream, gumbel_argmax, mark_corrupt
-from termgen.engine.device.sampling.metadata import HAS_EDITS
+from termgen.engine.device.sampling.metadata import HAS_EDITS, HAS_GRAMMAR
 from termgen.vocabulary.sampling_params import GREEDY_EPSILON
 from termgen.vocabulary.step import CORRUPT_TOKEN
 
@@ -40,7 +40,7 @@ _LARGEST_KEY = tl.constexpr(2**31 - 1)
 _INF_KEY = tl.constexpr(0x7F800000)
 _MINUS_INF_KEY = tl.constexpr(-0x7F800001)  # sortable_key(-inf), the lowest of a float
 _CORRUPT_TOKEN = tl.constexpr(CORRUPT_TOKEN)
-_HAS_EDITS = tl.constexpr(HAS_EDITS)
+_MAY_HIDE_ALL = tl.constexpr(HAS_EDITS | HAS_GRAMMAR)
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _store_winner(out_ptr, row_ptr, best, may_be_empty):
 
 
 @triton.jit(
-    do_not_specialize=["num_blocks_each", "may_be_empty"],
+    do_not_specialize=["num_blocks_each"],
     do_not_specialize_on_alignment=["slots_ptr", "counts_ptr"],
 )
 def _sample_kernel(
@@ -126,7 +126,6 @@ def _sample_kernel(
     arrivals_ptr,
     logits_stride,
     num_blocks_each,
-    may_be_empty,
     VOCAB_SIZE: tl.constexpr,
     STREAM: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
@@ -182,11 +181,10 @@ def _sample_kernel(
         else:
             best_key, best_id = _keep_better(best_key, best_id, scores, ids, inside)
 
+    may_be_empty = False
     if HAS_EDITED:
-        if (tl.load(edit_kinds_ptr + slot) & _HAS_EDITS) != 0:
-            may_be_empty |= 1
-        if is_early(slot, total_len_ptr, min_total_ptr):
-            may_be_empty |= 1
+        may_be_empty = (tl.load(edit_kinds_ptr + slot) & _MAY_HIDE_ALL) != 0
+        may_be_empty |= is_early(slot, total_len_ptr, min_total_ptr)
     best = tl.max((best_key.to(tl.int64) << 32) | (_LARGEST_KEY - best_id), axis=0)
     if num_parts == 1:
         _store_winner(out_ptr + row, row_ptr, best, may_be_empty)
@@ -238,13 +236,12 @@ def sample(
     edited: torch.Tensor | None = None,  # [at least B, V] float32
     edits: EditedSlots | None = None,
     stream: Stream = Stream.TARGET,
-    may_be_empty: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [B] int64
     """Parameters are those of a row's slot. A token is drawn for the position after the row's
     last one: num_computed + num_tokens. CORRUPT_TOKEN for a row that holds a NaN or +inf, and for
-    one that holds nothing but -inf, unless masks may have left it nothing (may_be_empty; or an edit
-    of its own). edited: what `edit_logits` made of the logits by `edits`."""
+    one that holds nothing but -inf, unless an edit or a mask of its own may have left it nothing.
+    edited: what `edit_logits` made of the logits by `edits`."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and vocab_size == workspace.vocab_size, logits.shape
     assert num_rows <= workspace.max_rows, (num_rows, workspace.max_rows)
@@ -272,7 +269,6 @@ def sample(
         workspace.arrivals,
         logits.stride(0),
         num_blocks_each,
-        int(may_be_empty),
         VOCAB_SIZE=vocab_size,
         STREAM=int(stream),
         HAS_THRESHOLD=threshold is not None,
@@ -295,7 +291,6 @@ def sample_reference(
     seeds: torch.Tensor,
     threshold: torch.Tensor | None = None,
     stream: Stream = Stream.TARGET,
-    may_be_empty: bool = False,
 ) -> torch.Tensor:
     temperatures = temperature[slots]
     greedy = temperatures < GREEDY_EPSILON
@@ -307,4 +302,4 @@ def sample_reference(
         stream=stream,
         threshold=None if threshold is None else threshold.unsqueeze(1),
     )
-    return mark_corrupt(drawn, logits.float(), may_be_empty=may_be_empty)
+    return mark_corrupt(drawn, logits.float(), may_be_empty=False)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from sampling_rows import NEEDS, batch_of, fill, make_state, plan_of, random_row
+from sampling_rows import NEEDS, batch_of, fill, make_state, plan_of, post_mask, random_row
 from triton_device import DEVICES_AND_DTYPES, normal, poison, require_triton
 
 require_triton()
 
-from termgen.engine.device.kernels.sampling.edit_logits import (  # noqa: E402
-    edit_logits,
-    mask_tokens_,
-    mask_tokens_reference,
-)
+from termgen.engine.device.kernels.sampling.edit_logits import edit_logits  # noqa: E402
 from termgen.engine.device.sampling.sampler import process_logits  # noqa: E402
 
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -74,40 +71,27 @@ def test_products_are_rounded_before_they_are_subtracted(device: str, dtype: tor
     assert torch.equal(out, process_logits(logits.float(), meta))
 
 
-def mask_case(vocab_size: int, num_slots: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slots that have a grammar [R], random bits [R, W])."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    words = -(-vocab_size // 32)
-    bits = torch.randint(-(2**31), 2**31, (num_slots, words), generator=generator)
-    has_grammar = torch.rand(num_slots, generator=generator) < 0.5
-    has_grammar[:2] = torch.tensor([True, False])
-    return has_grammar.to(device), bits.to(device, torch.int32)
-
-
 @devices_and_dtypes
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 31), (3, 2049), (9, 5001), (2, 49152)])
+@pytest.mark.parametrize("vocab", [31, 2049, 5001])
 def test_rows_with_a_grammar_keep_only_what_their_mask_allows(
-    device: str, dtype: torch.dtype, num_rows: int, vocab_size: int
+    device: str, dtype: torch.dtype, vocab: int
 ) -> None:
-    has_grammar, bits = mask_case(vocab_size, 12, device)
-    slots = torch.tensor([0, 5, 1, 7, 11, 2, 9, 3, 4][:num_rows], device=device)
-    wide = normal(num_rows, vocab_size + 24, dtype=dtype, device=device, seed=3)
-    logits = wide[:, :vocab_size]
-    before, beyond = logits.clone(), wide[:, vocab_size:].clone()
-    expected = mask_tokens_reference(logits, slots, has_grammar=has_grammar, bits=bits)
-    assert torch.equal(logits, before), "the reference only reads"
-    mask_tokens_(logits, slots, has_grammar=has_grammar, bits=bits)
-    assert torch.equal(logits, expected)
-    assert torch.equal(wide[:, vocab_size:], beyond)
-    for row, slot in enumerate(slots.tolist()):
-        mask = bits[slot].tolist()
-        for token in {*range(min(40, vocab_size)), vocab_size - 1}:
-            allowed = not has_grammar[slot] or (mask[token // 32] >> token % 32) & 1
-            value = before[row, token] if allowed else torch.tensor(-INF)
-            assert logits[row, token].item() == value.item(), (slot, token)
-
-
-def test_no_rows_to_mask() -> None:
-    has_grammar, bits = mask_case(40, 3, "cpu")
-    slots = torch.zeros(0, dtype=torch.int64)
-    mask_tokens_(torch.zeros(0, 40), slots, has_grammar=has_grammar, bits=bits)
+    rng = random.Random(vocab)
+    state = make_state(6, vocab, device)
+    rows = [
+        replace(random_row(rng, i, vocab, temperature=0.0), has_grammar=i < 2) for i in (0, 1, 2)
+    ]
+    state.update(plan_of(rows))
+    allowed = [{0, vocab - 1}, set(rng.sample(range(vocab), vocab // 2))]
+    for row, tokens in zip(rows, allowed, strict=False):
+        post_mask(state, row, sorted(tokens))
+    slots = torch.tensor([1, 0, 2], device=device)
+    logits = normal(3, vocab, dtype=dtype, device=device, seed=3)
+    out = poison(3, vocab, dtype=torch.float32, device=device).fill_(777.0)
+    edit_logits(logits, slots, state, out)
+    for i, tokens in enumerate(reversed(allowed)):
+        value = logits[i].float().cpu()
+        hidden = torch.tensor([token not in tokens for token in range(vocab)])
+        assert torch.equal(out[i].cpu(), value.masked_fill(hidden, -INF))
+    is_early = state.total_len[2] < state.min_total[2]
+    assert is_early or (out[2] == 777.0).all()

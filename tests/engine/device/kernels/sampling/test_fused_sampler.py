@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from sampling_rows import NEEDS, batch_of, fill, make_state, plan_of, random_row
+from sampling_rows import NEEDS, batch_of, fill, make_state, plan_of, post_mask, random_row
 from triton_device import DEVICES_AND_DTYPES, normal, require_triton
 
 require_triton()
@@ -115,18 +116,17 @@ def test_a_grammar_hides_tokens_but_not_their_log_probabilities(
 ) -> None:
     rng, vocab = random.Random(5), 200
     state = make_state(6, vocab, device)
-    state.update(plan_of([random_row(rng, i, vocab, temperature=0.0, logprobs=2) for i in (0, 1)]))
-    state.has_grammar[1] = True
-    state.host_masks[1] = 0
-    state.host_masks[1, 2] = 1 << 4  # token 68 alone
-    state.token_masks.copy_(state.host_masks)
+    rows = [random_row(rng, i, vocab, temperature=0.0, logprobs=2) for i in (0, 1)]
+    rows[1] = replace(rows[1], has_grammar=True)
+    state.update(plan_of(rows))
+    post_mask(state, rows[1], [68])
     kernels = FusedSampler(max_rows=6, vocab_size=vocab, device=torch.device(device))
     slots, counts = torch.arange(2, device=device), torch.ones(2, dtype=torch.int64, device=device)
     logits = normal(2, vocab, dtype=dtype, device=device, seed=8)
     raw = logits.clone()
-    needs = NEEDS._replace(grammar=True)
-    expected = Sampler()(raw.float(), state.sampling_metadata(slots, counts, needs)).token_ids
-    drawn, logprobs = kernels(logits, slots, counts, state, needs)
+    expected = Sampler()(raw.float(), state.sampling_metadata(slots, counts, NEEDS)).token_ids
+    drawn, logprobs = kernels(logits, slots, counts, state, NEEDS)
+    assert torch.equal(logits, raw), "they are only read"
     assert torch.equal(drawn, expected) and int(drawn[1]) == 68
     assert logprobs is not None
     own = gather_logprobs(raw, drawn, 2)

@@ -97,11 +97,9 @@ class Batch:
         self,
         logits: torch.Tensor,
         threshold: torch.Tensor | None = None,
-        *,
-        may_be_empty: bool = False,
     ) -> torch.Tensor:
         out = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
-        arguments = {**self.tables, "threshold": threshold, "may_be_empty": may_be_empty}
+        arguments = {**self.tables, "threshold": threshold}
         result = sample(logits, self.slots, self.num_tokens, self.workspace, **arguments, out=out)
         assert result is out
         expected = sample_reference(logits, self.slots, self.num_tokens, **arguments)
@@ -161,7 +159,7 @@ def test_ties_go_to_the_lowest_id_in_whatever_program_it_is(device: str) -> None
     logits[1, 0] = -0.0
     logits[2] = -INF
     logits[3, 4199] = 3e38
-    assert batch.check(logits, may_be_empty=True).tolist() == [20, 0, 0, 4199]
+    assert batch.check(logits).tolist() == [20, 0, CORRUPT_TOKEN, 4199]
 
 
 @devices_and_dtypes
@@ -191,8 +189,6 @@ def test_a_row_whose_logits_are_not_numbers_is_marked_and_no_other(
         drawn = batch.check(logits, cut).tolist()
         assert drawn[:7] == [*[CORRUPT_TOKEN] * 4, 2499, CORRUPT_TOKEN, CORRUPT_TOKEN]
         assert drawn[7] >= 2000 and drawn[8] == healthy[8]
-        drawn = batch.check(logits, cut, may_be_empty=True).tolist()
-        assert drawn[:5] == [*[CORRUPT_TOKEN] * 3, 0, 2499], "masks may have hidden all of a row"
 
 
 @devices

@@ -1,0 +1,102 @@
+"""Masks that the host posts while a step runs, and the step's wait for them.
+
+The masks lie in memory that both see: on a CPU any, on a GPU pinned memory of the host, which
+kernels read. A posted mask names the position of the token that it is for. A step that is about to
+sample a row compares that with the row's own length, and waits while they differ, for a limited
+time: a row whose mask is late samples nothing. On a GPU a kernel waits
+(`kernels.sampling.await_masks`), so the host may be anywhere meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from termgen.engine.device.sampling.metadata import HAS_GRAMMAR, TokenMasks
+from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.token_mask import IDLE_PATIENCE_S, NO_MASK, PATIENCE_S, WITHHELD
+
+if TYPE_CHECKING:
+    from termgen.engine.device.runner.request_state import RequestState
+
+
+class PostedMasks:
+    """The newest mask of each of R slots, for a vocabulary of V tokens in W words of 32."""
+
+    def __init__(
+        self, rows: int, vocab_size: int, device: torch.device, *, by_kernels: bool
+    ) -> None:
+        """by_kernels: kernels sample, not torch."""
+        self.device = device
+        is_pinned = by_kernels and device.type == "cuda"
+        self.is_awaited = is_pinned or device.type == "cpu"
+        """Steps wait for masks. Else masks must be there when a step is launched."""
+        shape = (rows, -(-vocab_size // 32))
+        self.bits = torch.zeros(shape, dtype=torch.int32)
+        """[R, W]: a bit for each token that a row with a grammar may sample next."""
+        self.positions = torch.full((rows,), NO_MASK, dtype=torch.int64)
+        """[R] index in the row's tokens of the token that its mask is for; NO_MASK or WITHHELD."""
+        if is_pinned:
+            self.bits, self.positions = self.bits.pin_memory(), self.positions.pin_memory()
+        self._host_bits, self._host_positions = self.bits.numpy(), self.positions.numpy()
+        self.given_up = torch.full((rows,), NO_MASK, dtype=torch.int64, device=device)
+        """[R] position for which a kernel has waited in vain: the next step does not wait again."""
+        self._device_bits = self.bits if self.is_awaited else torch.zeros(shape).to(device).int()
+        self._news = threading.Condition()
+
+    def post(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+        """See `MaskReceiver.post_masks`."""
+        self._host_bits[slots] = bits[:, : self._host_bits.shape[1]]  # no unknown tokens
+        with self._news:  # which also orders the stores: the masks come first
+            self._host_positions[slots] = positions
+            self._news.notify_all()
+
+    def withhold(self, slots: IntArray) -> None:
+        """See `MaskReceiver.withhold_masks`."""
+        with self._news:
+            self._host_positions[slots] = WITHHELD
+            self._news.notify_all()
+
+    def of(self, slots: torch.Tensor, edit_kinds: torch.Tensor) -> TokenMasks:
+        """For the torch sampler. slots: [B] int64."""
+        bits = self._device_bits.to(self.device)
+        return TokenMasks(slots, edit_kinds & HAS_GRAMMAR > 0, bits)
+
+    def upload(self, slots: IntArray, state: RequestState) -> None:
+        """Copy the masks of these slots to a device whose steps do not wait for them."""
+        where = state.upload(slots.astype(np.int64))
+        self._device_bits.index_copy_(0, where, state.upload(self._host_bits[slots]))
+
+    def wait_on_host(
+        self,
+        slots: torch.Tensor,  # [B] int64
+        num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
+        state: RequestState,
+    ) -> torch.Tensor:  # [B] int64
+        """Wait, on a CPU, for the masks of the rows that sample. Returns `num_tokens`, less 1 for
+        rows whose mask is late: short of their newest token, they sample nothing."""
+        total_len = state.total_len[slots]
+        is_running = ~state.finished[slots]
+        is_bound = (state.edit_kinds[slots] & HAS_GRAMMAR) > 0
+        samples = is_running & (state.num_computed[slots] + num_tokens >= total_len)
+        rows = (samples & is_bound).nonzero()[:, 0].numpy()
+        if not len(rows):
+            return num_tokens
+        is_alone = not bool((is_running & ~is_bound).any())
+        patience_s = IDLE_PATIENCE_S if is_alone else PATIENCE_S
+        wanted, places = total_len.numpy()[rows], slots.numpy()[rows]
+        deadline = time.perf_counter() + patience_s
+        with self._news:
+            while True:
+                posted = self._host_positions[places]
+                left_s = deadline - time.perf_counter()
+                if left_s <= 0 or not ((posted != wanted) & (posted != WITHHELD)).any():
+                    break
+                self._news.wait(left_s)
+        late = torch.zeros_like(num_tokens)
+        late[rows] = torch.from_numpy((posted != wanted).astype(np.int64))
+        return num_tokens - late

@@ -1,0 +1,148 @@
+"""Steps wait for the masks of the rows that sample, on the host and in the kernel alike."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sampling_rows import make_state, plan_of, post_mask, random_row
+from triton_device import require_triton
+
+from termgen.engine.device.runner.request_state import RequestState
+from termgen.engine.device.sampling import posted_masks
+from termgen.vocabulary.step import AddedRow
+from termgen.vocabulary.token_mask import IDLE_PATIENCE_S, PATIENCE_S
+
+VOCAB = 70
+
+
+def make_rows(state: RequestState, bound: tuple[bool, ...]) -> list[AddedRow]:
+    """A row in mid-request in each slot; `bound` are those with a grammar."""
+    rng = random.Random(4)
+    rows = [
+        replace(random_row(rng, slot, VOCAB, temperature=0.0), has_grammar=has_grammar)
+        for slot, has_grammar in enumerate(bound)
+    ]
+    state.update(plan_of(rows))
+    return rows
+
+
+def batch(state: RequestState, *slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A decode of these slots, with a padded row behind."""
+    device = state.device
+    padded = torch.tensor([*slots, state.pad_row], device=device)
+    return padded, torch.tensor([1] * len(slots) + [0], device=device)
+
+
+def await_by_kernel(
+    state: RequestState, slots: torch.Tensor, num_tokens: torch.Tensor
+) -> torch.Tensor:
+    require_triton()
+    from termgen.engine.device.kernels.sampling.await_masks import await_masks
+
+    return await_masks(slots, num_tokens, state)
+
+
+ways = pytest.mark.parametrize("by_kernel", [False, True], ids=["host", "kernel"])
+
+
+def await_masks(state: RequestState, by_kernel: bool, *slots: int) -> list[int]:
+    if by_kernel:
+        return await_by_kernel(state, *batch(state, *slots)).tolist()
+    return state.masks.wait_on_host(*batch(state, *slots), state).tolist()
+
+
+@ways
+def test_a_row_samples_under_the_mask_of_its_next_token_alone(by_kernel: bool) -> None:
+    state = make_state(4, VOCAB, "cpu")
+    rows = make_rows(state, (True, True, False, True))
+    post_mask(state, rows[0], [5])
+    post_mask(state, replace(rows[1], token_ids=rows[1].token_ids[:-1]), [5])  # that of the last
+    state.masks.withhold(np.asarray([3]))
+    assert await_masks(state, by_kernel, 0, 1, 2, 3) == [1, 0, 1, 0, 0]
+    state.finished[1] = True  # samples nothing anyway
+    state.num_computed[3] -= 1  # as one that has not computed all its tokens
+    assert await_masks(state, by_kernel, 0, 1, 2, 3) == [1, 1, 1, 1, 0]
+    post_mask(state, rows[3], [6])
+    state.num_computed[3] += 1
+    assert await_masks(state, by_kernel, 3, 0) == [1, 1, 0]
+
+
+def test_masks_that_come_during_the_wait_are_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posted_masks, "IDLE_PATIENCE_S", 20.0)
+    state = make_state(4, VOCAB, "cpu")
+    rows = make_rows(state, (True, True))
+    post_mask(state, rows[0], [5])
+    timer = threading.Timer(0.05, post_mask, (state, rows[1], [7]))
+    timer.start()
+    assert await_masks(state, False, 0, 1) == [1, 1, 0]
+    timer = threading.Timer(0.05, state.masks.withhold, (np.asarray([0]),))
+    state.total_len[0] += 1
+    state.num_computed[0] += 1
+    timer.start()
+    assert await_masks(state, False, 0, 1) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("has_company", [False, True])
+def test_the_wait_is_bounded_and_shorter_beside_free_rows(
+    monkeypatch: pytest.MonkeyPatch, has_company: bool
+) -> None:
+    monkeypatch.setattr(posted_masks, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(posted_masks, "IDLE_PATIENCE_S", 0.3)
+    state = make_state(4, VOCAB, "cpu")
+    make_rows(state, (True, not has_company))
+    began = time.perf_counter()
+    late = await_masks(state, False, 0, 1)
+    assert late == ([0, 1, 0] if has_company else [0, 0, 0])
+    took_s = time.perf_counter() - began
+    assert took_s >= (0.02 if has_company else 0.3)
+    assert not has_company or took_s < 0.3
+
+
+def test_masks_are_cut_to_the_vocabulary_and_belong_to_their_slots() -> None:
+    state = make_state(4, VOCAB, "cpu")
+    make_rows(state, (True, True))
+    bits = np.arange(10, dtype=np.int32).reshape(2, 5)
+    state.masks.post(np.asarray([1, 0]), np.asarray([3, 9]), bits)
+    assert state.masks.bits[:3].tolist() == [[5, 6, 7], [0, 1, 2], [0, 0, 0]]
+    assert state.masks.positions[:3].tolist() == [9, 3, -1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_waits_for_masks_while_the_host_is_elsewhere() -> None:
+    state = make_state(4, VOCAB, "cuda")
+    rows = make_rows(state, (True, True, False))
+    assert state.masks.is_awaited
+    post_mask(state, rows[0], [5])
+    arguments = batch(state, 0, 1)
+    await_by_kernel(state, *arguments)  # compiles
+    torch.cuda.synchronize()
+    state.masks.given_up.fill_(-1)
+
+    def timed(*slots: int, after_s: float | None) -> tuple[list[int], float]:
+        """What the kernel returns, and the seconds it took."""
+        places = batch(state, *slots)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        out = await_by_kernel(state, *places)
+        if after_s is not None:
+            time.sleep(after_s)
+            post_mask(state, rows[1], [7])
+        torch.cuda.synchronize()
+        return out.tolist(), time.perf_counter() - began
+
+    late, took_s = timed(0, 1, after_s=None)
+    assert late == [1, 0, 0] and IDLE_PATIENCE_S <= took_s < 3 * IDLE_PATIENCE_S
+    again, took_s = timed(0, 1, after_s=None)
+    assert again == [1, 0, 0] and took_s < IDLE_PATIENCE_S / 2, "it is waited for once"
+    state.masks.given_up.fill_(-1)
+    late, took_s = timed(0, 1, 2, after_s=None)
+    assert late == [1, 0, 1, 0] and PATIENCE_S <= took_s < IDLE_PATIENCE_S
+    state.masks.given_up.fill_(-1)
+    in_time, took_s = timed(0, 1, after_s=IDLE_PATIENCE_S / 4)
+    assert in_time == [1, 1, 0] and took_s >= IDLE_PATIENCE_S / 4
