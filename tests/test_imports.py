@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("vocabulary", "files", "device config", "attention"),
         *("layers", "quantization", "models"),
     },
-    "runner": {"vocabulary", *DEVICE - {"runner"}},
+    "runner": {"vocabulary", "files", *DEVICE - {"runner"}},
     "executor": {*GROUND, "loader", "runner"},
     "loop": {*GROUND, "files", "grammar", "schedule", "text", "executor"},
     "api": {"vocabulary"},

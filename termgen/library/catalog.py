@@ -290,13 +290,23 @@ def list_models() -> list[ModelEntry]:
 
 
 def models_folder() -> Path:
-    """Folder for fetched model files: TERMGEN_CACHE, or the user's cache folder."""
+    """Folder for fetched model files."""
+    return cache_folder() / "models"
+
+
+def tuned_folder() -> Path:
+    """Folder for what `termgen tune` measured, on any GPU."""
+    return cache_folder() / "tuned"
+
+
+def cache_folder() -> Path:
+    """Folder for what can be had again: TERMGEN_CACHE, or the user's cache folder."""
     root = os.environ.get("TERMGEN_CACHE")
     if not root:
         from platformdirs import user_cache_dir
 
         root = user_cache_dir("termgen", appauthor=False)
-    return Path(root).expanduser() / "models"
+    return Path(root).expanduser()
 
 
 def _silent(stage: str, fraction: float) -> None:

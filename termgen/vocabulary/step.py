@@ -230,6 +230,8 @@ class DeviceInfo:
     """Cores that this process may use."""
     quantization: str | None = None
     """How the weights are stored; None: in the dtype."""
+    num_untuned: int = 0
+    """Shapes of weights whose products were not measured on this GPU, and can be."""
 
 
 @dataclass(frozen=True, slots=True)

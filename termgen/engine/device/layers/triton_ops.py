@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace, small_gemm
-from termgen.engine.device.kernels.gemm.small_gemm_config import MAX_ROWS, SmallGemmConfig, choose
+from termgen.engine.device.kernels.gemm.small_gemm_config import (
+    MAX_ROWS,
+    SmallGemmConfig,
+    Tuned,
+    choose,
+)
 from termgen.engine.device.kernels.gemm.small_gemm_table import MEASURED
 from termgen.engine.device.kernels.moe.experts import experts
 from termgen.engine.device.kernels.rows.gated_activation import gated_activation
@@ -68,8 +73,12 @@ class TritonOps:
 Choose = Callable[[int, LinearSpec], SmallGemmConfig | None]
 
 
-def measured_choice(num_rows: int, spec: LinearSpec) -> SmallGemmConfig | None:
-    return choose(num_rows, spec.out_features, spec.in_features, spec.dtype, spec.device, MEASURED)
+def measured_choice(
+    num_rows: int, spec: LinearSpec, tuned: Tuned | None = None
+) -> SmallGemmConfig | None:
+    """tuned: what was measured on this GPU, which goes before the table in the package."""
+    n, k = spec.out_features, spec.in_features
+    return choose(num_rows, n, k, spec.dtype, spec.device, MEASURED, tuned)
 
 
 class SmallBatchLinears:

@@ -8,6 +8,7 @@ caller runs `model.finalize()`.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from termgen.engine.device.attention.base import AttentionBackend
+    from termgen.engine.device.kernels.gemm.small_gemm_config import Tuned
     from termgen.engine.device.layers.ops import LayerOps
     from termgen.engine.device.models.decoder import CausalDecoder
 
@@ -48,8 +50,9 @@ def build_model(
     quantization: str | None,
     attention: AttentionBackend,
     ops: LayerOps,
+    tuned: Tuned | None = None,
 ) -> CausalDecoder:
-    """A model whose parameters are allocated but not filled.
+    """A model whose parameters are allocated but not filled. tuned: products measured on this GPU.
 
     Raises ModelError when the config asks for more than this machine's memory.
     """
@@ -70,18 +73,21 @@ def build_model(
         check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
     from termgen.engine.device.layers.linear import Build  # torch: seconds
 
-    build = Build(dtype, device, _linear_method(quantization, device), ops)
+    build = Build(dtype, device, _linear_method(quantization, device, tuned), ops)
     model: CausalDecoder = resolve_name(MODELS[config.architecture])(config, build, attention)
     return model
 
 
-def _linear_method(quantization: str | None, device: torch.device) -> Any:
+def _linear_method(
+    quantization: str | None, device: torch.device, tuned: Tuned | None = None
+) -> Any:
     if quantization is None and not why_unusable(device):
         from termgen.engine.device.layers.triton_ops import (
             SmallBatchLinears,  # triton may be missing
+            measured_choice,
         )
 
-        return SmallBatchLinears()
+        return SmallBatchLinears(partial(measured_choice, tuned=tuned))
     return resolve_name(LINEAR_METHODS[quantization])
 
 

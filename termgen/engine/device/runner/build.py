@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from termgen.engine.device.attention.base import AttentionBackend, AttentionShap
 from termgen.engine.device.attention.registry import make_backend
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels import why_unusable
+from termgen.engine.device.kernels.gemm.tuned_tables import TunedTables
 from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
 from termgen.engine.device.loader import load_model_config, open_checkpoint
@@ -41,6 +43,7 @@ from termgen.engine.device.runner.dispatch import (
 from termgen.engine.device.runner.memory import MemoryAccount, MemoryMeter, make_meter, weight_bytes
 from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.piecewise_graphs import Recorder
+from termgen.engine.device.runner.tuning import make_tables, untuned_shapes
 from termgen.engine.device.runner.warm_up import dummy_run, run_largest_steps, warm_up
 from termgen.errors import ConfigError, ModelNotFoundError
 from termgen.vocabulary.memory_ledger import MemoryLedger
@@ -95,7 +98,10 @@ def build_runner(
 
     progress = report(LOADING_WEIGHTS)
     with memory.loading_weights(str(dtype).removeprefix("torch.")):
-        model = load_model(config, path, model_config, attention, shape, progress, quantization)
+        tuned = make_tables(device)
+        model = load_model(
+            config, path, model_config, attention, shape, progress, quantization, tuned
+        )
     memory.weights = weight_bytes(model)
     with memory.making("workspace"):
         runner = _make_runner(config, model, model_config, attention, shape, limits)
@@ -142,6 +148,7 @@ def build_runner(
     )
     logger.info("%s", ledger)
     info = _describe(config, runner, limits, ledger, num_blocks, max_model_len, quantization)
+    info = replace(info, num_untuned=len(untuned_shapes(model, dtype, tuned)))
     runner.be_ready()
     on_progress(READY, 1.0)
     return runner, info
@@ -258,8 +265,9 @@ def load_model(
     shape: AttentionShape,
     on_progress: Callable[[float], None],
     quantization: str | None,
+    tuned: TunedTables | None = None,
 ) -> CausalDecoder | TransformersDecoder:
-    """Load a model, with termgen's own code or transformers'.
+    """Load a model, with termgen's own code or transformers'. tuned: products measured here.
 
     Raises ModelError or ConfigError.
     """
@@ -278,6 +286,7 @@ def load_model(
             quantization=quantization,
             attention=attention,
             ops=_make_ops(shape),
+            tuned=tuned,
         )
         if checkpoint is None:
             load_dummy(model, config.seed)

@@ -55,13 +55,13 @@ def resolve_device(name: str) -> torch.device:
     if is_available:
         return torch.device("cuda:0")
     if name == "cuda":
-        raise ConfigError(f"device cuda: {_why_no_cuda()}; use device cpu", param="device")
+        raise ConfigError(f"device cuda: {why_no_cuda()}; use device cpu", param="device")
     if Path("/dev/nvidia0").exists():
-        logger.warning("there is an NVIDIA GPU, but %s; using the CPU", _why_no_cuda())
+        logger.warning("there is an NVIDIA GPU, but %s; using the CPU", why_no_cuda())
     return torch.device("cpu")
 
 
-def _why_no_cuda() -> str:
+def why_no_cuda() -> str:
     """Torch's reason why it cannot use a GPU, usually a missing or old driver."""
     torch_is = f"this torch ({torch.__version__})"
     if torch.version.cuda is None:

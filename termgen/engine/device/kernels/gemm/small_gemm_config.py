@@ -1,18 +1,29 @@
 """Tilings of `small_gemm`, and the measured choice for each shape.
 
-The table is made on the device by `benchmarks/gpu_gemm.py`, out of that program's candidates.
+A shape that was measured on this very GPU (`tuned_tables`) has its own choice. For any other there
+is the table that comes with termgen, made by `benchmarks/gpu_gemm.py` on a Hopper GPU.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
-MAX_ROWS = 64
+from termgen.engine.device.kernels import MIN_COMPUTE_CAPABILITY
+
+ROW_BANDS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of x for which a shape is measured; a count in between goes by the next one. Recorded
+batches are padded within these bands, so padding changes no bit of a row."""
+MAX_ROWS = ROW_BANDS[-1]
 """Rows of x from which on nothing but cuBLAS is worth trying."""
+HALF_TYPES = (torch.bfloat16, torch.float16)
+COLUMNS_MULTIPLE = 16
+"""Other values of K give rows that no wide load can start at."""
+SHIPPED_CAPABILITY = (9, 0)
+"""Compute capability of the GPU that the table in the package was measured on."""
 _MAX_HELD_BYTES = 200 * 1024
 _NEAR = 1.0
 """Doublings of N and K together within which a measured shape speaks for another one."""
@@ -60,31 +71,63 @@ class SmallGemmConfig:
         return self.tiles(out_features) * self.splits * self.block_n * self.block_m
 
 
-Table = dict[tuple[int, int], dict[int, SmallGemmConfig | None]]
-"""(N, K) -> rows of x -> the fastest up to this many rows; None: cuBLAS."""
+ByRows = dict[int, SmallGemmConfig | None]
+"""Rows of x -> the fastest up to this many rows; None: cuBLAS."""
+Table = dict[tuple[int, int], ByRows]
+"""(N, K) -> what was measured for it."""
+
+
+class Tuned(Protocol):
+    """Shapes measured on this GPU."""
+
+    def get(self, n: int, k: int) -> ByRows | None: ...
+
+
+def band_of(m: int) -> int:
+    """The measured number of rows that m rows go by, m <= MAX_ROWS."""
+    return next(rows for rows in ROW_BANDS if rows >= m)
+
+
+def can_choose(k: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if a product with K columns has a choice besides cuBLAS here."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    is_able = torch.cuda.get_device_capability(device) >= MIN_COMPUTE_CAPABILITY
+    return is_able and dtype in HALF_TYPES and k % COLUMNS_MULTIPLE == 0
 
 
 def choose(
-    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, table: Table
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    shipped: Table,
+    tuned: Tuned | None = None,
 ) -> SmallGemmConfig | None:
     """The configuration for x [m, k] times a weight [n, k], or None for cuBLAS.
 
-    A shape that was not measured goes by the nearest one that was. The table holds for the device
-    generation it was measured on, and for both half types.
+    A shape that was measured on this GPU has what was found there. Any other goes, on the device
+    generation of the shipped table, by the nearest shape in that one. Either holds for both half
+    types.
     """
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not 0 < m:
+    if not 0 < m or not can_choose(k, dtype, device):
         return None
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+    by_rows = tuned.get(n, k) if tuned is not None else None
+    if by_rows is None and torch.cuda.get_device_capability(device) == SHIPPED_CAPABILITY:
+        by_rows = _nearest(n, k, shipped)
+    if by_rows is None:
         return None
-    if k % 16:
-        return None  # rows that no wide load can start at
-    nearest = min(table, key=lambda shape: _distance(shape, (n, k)), default=None)
-    if nearest is None or _distance(nearest, (n, k)) > _NEAR:
-        return None
-    by_rows = table[nearest]
     rows = min((rows for rows in by_rows if rows >= m), default=None)
     config = None if rows is None else by_rows[rows]
     return config if config is None or config.can_run(k) else None
+
+
+def _nearest(n: int, k: int, table: Table) -> ByRows | None:
+    nearest = min(table, key=lambda shape: _distance(shape, (n, k)), default=None)
+    if nearest is None or _distance(nearest, (n, k)) > _NEAR:
+        return None
+    return table[nearest]
 
 
 def _distance(shape: tuple[int, int], other: tuple[int, int]) -> float:
