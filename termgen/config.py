@@ -271,6 +271,12 @@ class EngineConfig:
         False,
         "record most CUDA graphs in idle moments, to start sooner (default: in a chat)",
     )
+    tune: bool = setting(
+        True,
+        "in a server or a chat on a GPU: while no request runs, measure which kernels multiply "
+        "fastest for this model, once, in a process of its own. Later starts use what was found "
+        "(`termgen tune` does the same at once)",
+    )
     enforce_eager: bool = setting(False, "no CUDA graphs, as --cudagraph-mode none")
     debug: bool = setting(
         False,

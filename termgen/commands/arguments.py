@@ -82,7 +82,25 @@ def build_parser() -> FlagParser:
     pull = commands.add_parser("pull", help="fetch a model", description="fetch a model")
     pull.add_argument("name", help="name from `termgen models`, or a hub id such as org/name")
     pull.set_defaults(run="pull")
+
+    _add_tune(commands)
     return parser
+
+
+def _add_tune(commands: Any) -> None:
+    text = "measure which kernels multiply fastest for a model on this GPU, for all later starts"
+    tune = commands.add_parser("tune", help=text, description=text)
+    tune.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="name from `termgen models`, hub id, folder or .gguf file (default: smollm2-135m)",
+    )
+    tune.add_argument(
+        "--again", action="store_true", help="measure also what has been measured before"
+    )
+    tune.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
+    tune.set_defaults(run="tune")
 
 
 def _command(commands: Any, name: str, text: str, *, group: str = "") -> FlagParser:

@@ -304,6 +304,12 @@ def pull_command(args: argparse.Namespace) -> int:
     return pull_model(args.name)
 
 
+def tune_command(args: argparse.Namespace) -> int:
+    from termgen.commands.tune_command import tune_model
+
+    return tune_model(args.model, again=args.again, in_background=args.background)
+
+
 def _need_terminal(command: str, instead: str) -> None:
     if os.environ.get("TEXTUAL_DRIVER"):
         return  # textual-serve shows the screen in a browser and connects to it by pipes
@@ -333,6 +339,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "bench compare": compare_command,
     "models": models_command,
     "pull": pull_command,
+    "tune": tune_command,
     "themes": themes_command,
     "keys": keys_command,
 }

@@ -5,6 +5,8 @@ The device half is imported inside `start`, so importing this module does not im
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from termgen.config import EngineConfig
 from termgen.system.cpu_settings import prepare_cpu
+from termgen.system.idle_process import IdleProcess
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.startup_phases import LOADING_LIBRARIES
 from termgen.vocabulary.step import DeviceInfo, GraphStatus, StepPlan, StepResult
@@ -20,6 +23,11 @@ from termgen.vocabulary.token_mask import MaskReceiver
 if TYPE_CHECKING:
     from termgen.engine.device.runner.model_runner import ModelRunner
     from termgen.engine.device.runner.sleep import DeepSleep, LightSleep
+
+TUNE_AFTER_S = 20.0
+"""Rest after which products are measured: a person who reads an answer may be quicker than that."""
+
+logger = logging.getLogger(__name__)
 
 
 class StepHandle(Protocol):
@@ -108,6 +116,7 @@ class LocalExecutor:
         self._worker: ThreadPoolExecutor | None = None
         self._info: DeviceInfo | None = None
         self._sleep: LightSleep | DeepSleep | None = None
+        self._tuner: IdleProcess | None = None
 
     def start(self, on_progress: Callable[[str, float], None]) -> DeviceInfo:
         """Load the model and size the caches. Raises ConfigError or ModelError."""
@@ -119,6 +128,8 @@ class LocalExecutor:
         self._info = info
         if info.device == "cpu" and info.max_in_flight > 1:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="termgen-cpu-stream")
+        if self._config.tune and info.num_untuned:
+            self._tuner = make_tuner(self._path, info.num_untuned)
         return info
 
     def generation_config(self) -> dict[str, Any]:
@@ -128,6 +139,8 @@ class LocalExecutor:
         return load_generation_config(self._path)
 
     def submit(self, plan: StepPlan) -> StepHandle:
+        if self._tuner is not None:
+            self._tuner.busy()
         if self._worker is not None:
             return WorkerStep(self._worker.submit(self._run, plan))
         try:
@@ -154,8 +167,13 @@ class LocalExecutor:
             self._runner.state.masks.withhold(slots)
 
     def idle(self) -> bool:
-        is_awake = self._sleep is None
-        return is_awake and self._runner is not None and self._runner.record_next()
+        if self._sleep is not None or self._runner is None:
+            return False
+        if self._runner.record_next():
+            return True
+        if self._tuner is not None:
+            self._tuner.rest()
+        return False
 
     def graph_status(self) -> GraphStatus:
         return self._runner.graphs.status if self._runner is not None else GraphStatus(0, 0)
@@ -164,6 +182,8 @@ class LocalExecutor:
         from termgen.engine.device.runner.sleep import DeepSleep, LightSleep
 
         assert self._runner is not None and self._info is not None, "start() comes first"
+        if self._tuner is not None:
+            self._tuner.busy()  # who puts the engine to sleep wants its GPU
         if level == 1:
             self._sleep = LightSleep(self._runner, self._config, self._info)
         else:
@@ -180,6 +200,30 @@ class LocalExecutor:
         self._sleep = None
 
     def shutdown(self) -> None:
+        if self._tuner is not None:
+            self._tuner.close()
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
         self._runner = None
+
+
+def make_tuner(path: Path, num_shapes: int) -> IdleProcess:
+    """`termgen tune` for the model at `path`, in idle moments. It takes effect with the next start:
+    this engine's recordings hold the products that it started with."""
+
+    def tell_start() -> None:
+        logger.info(
+            "measuring %d products of this model on this GPU while no request runs (--no-tune "
+            "leaves it)",
+            num_shapes,
+        )
+
+    def tell_end(code: int, output: str) -> None:
+        last = output.strip().rpartition("\n")[2]
+        if code:
+            logger.warning("products were not measured: %s", last or f"exit code {code}")
+        else:
+            logger.info("%s", last)
+
+    command = [sys.executable, "-m", "termgen", "tune", "--background", str(path)]
+    return IdleProcess(command, after_s=TUNE_AFTER_S, on_start=tell_start, on_end=tell_end)

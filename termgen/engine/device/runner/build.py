@@ -43,7 +43,7 @@ from termgen.engine.device.runner.dispatch import (
 from termgen.engine.device.runner.memory import MemoryAccount, MemoryMeter, make_meter, weight_bytes
 from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.piecewise_graphs import Recorder
-from termgen.engine.device.runner.tuning import make_tables, untuned_shapes
+from termgen.engine.device.runner.tuning import make_tables, report_tuned
 from termgen.engine.device.runner.warm_up import dummy_run, run_largest_steps, warm_up
 from termgen.errors import ConfigError, ModelNotFoundError
 from termgen.vocabulary.memory_ledger import MemoryLedger
@@ -148,7 +148,7 @@ def build_runner(
     )
     logger.info("%s", ledger)
     info = _describe(config, runner, limits, ledger, num_blocks, max_model_len, quantization)
-    info = replace(info, num_untuned=len(untuned_shapes(model, dtype, tuned)))
+    info = replace(info, num_untuned=report_tuned(model, dtype, tuned))
     runner.be_ready()
     on_progress(READY, 1.0)
     return runner, info

@@ -8,14 +8,17 @@ for a model, mostly to compile the candidates, so it is done once and kept (`tun
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
 
+from termgen.engine.device.attention.base import AttentionBackend
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels import why_unusable
@@ -33,6 +36,8 @@ from termgen.engine.device.models.registry import build_model
 from termgen.engine.device.runner.resolve import resolve_device, why_no_cuda
 from termgen.errors import ConfigError, EngineError, UnsupportedModelError
 from termgen.library.catalog import tuned_folder
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int]
 """(N, K) of a weight."""
@@ -113,7 +118,7 @@ def shapes_of(config: ModelConfig) -> list[Shape]:
         dtype=torch.bfloat16,
         device=torch.device("meta"),
         quantization=None,
-        attention=TorchReferenceAttention(),
+        attention=cast(AttentionBackend, TorchReferenceAttention()),
         ops=TorchOps(),
     )
     return linear_shapes(model)
@@ -126,15 +131,21 @@ def linear_shapes(model: nn.Module) -> list[Shape]:
     return [(n, k) for n, k in shapes if k % COLUMNS_MULTIPLE == 0]
 
 
-def untuned_shapes(
-    model: nn.Module, dtype: torch.dtype, tables: TunedTables | None
-) -> list[Shape]:
-    """Shapes of a loaded model that could be measured on its GPU and have not been."""
+def report_tuned(model: nn.Module, dtype: torch.dtype, tables: TunedTables | None) -> int:
+    """Log how many shapes of a loaded model were measured on this GPU; returns the number of those
+    that could be and were not."""
     if tables is None:
-        return []
+        return 0
     device = next(model.parameters()).device
     shapes = [(n, k) for n, k in linear_shapes(model) if can_choose(k, dtype, device)]
-    return [shape for shape in shapes if tables.get(*shape) is None]
+    num_tuned = sum(tables.get(n, k) is not None for n, k in shapes)
+    if shapes:
+        logger.info(
+            "products of few rows: %d of %d shapes were measured on this GPU",
+            num_tuned,
+            len(shapes),
+        )
+    return len(shapes) - num_tuned
 
 
 def tune_shape(n: int, k: int, tables: TunedTables, measure: Measure) -> TunedShape:

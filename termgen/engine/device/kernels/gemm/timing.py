@@ -50,7 +50,7 @@ class Products:
             torch.randn(n, k, dtype=torch.bfloat16, device=device, generator=generator)
             for _ in range(num_copies(n, k, gpu))
         ]
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def compile(self, configs: Collection[SmallGemmConfig]) -> None:
         """Compile them in threads; those that cannot run here are not timed later."""
@@ -96,7 +96,7 @@ class Products:
         self._unusable.add(config)
 
     def _expected(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self._weights[0].split(_ROWS_AT_ONCE)
+        parts = torch.split(self._weights[0], _ROWS_AT_ONCE)
         return torch.cat([F.linear(x.float(), part.float()) for part in parts], dim=1)
 
     def _chain(self, product: Callable[[torch.Tensor], object]) -> float:
@@ -171,13 +171,14 @@ def time_chain(
         graph.capture_end()
 
         def replay(times: int) -> float:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(times):
                 graph.replay()
             end.record()
             end.synchronize()
-            return start.elapsed_time(end) / 1e3 / times
+            return float(start.elapsed_time(end)) / 1e3 / times
 
         replay(1)
         times = max(1, math.ceil(LEAST_SECONDS / replay(1)))
