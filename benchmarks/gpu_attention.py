@@ -13,7 +13,6 @@ import itertools
 from typing import Any
 
 import torch
-from gpu_gemm import time_chain
 
 from termgen.engine.device.attention.reference import paged_attention
 from termgen.engine.device.kernels.attention import (
@@ -24,6 +23,7 @@ from termgen.engine.device.kernels.attention import (
 )
 from termgen.engine.device.kernels.attention.decode_plan import DecodeConfig, DecodeWorkspace
 from termgen.engine.device.kernels.attention.prefill_plan import PrefillConfig
+from termgen.engine.device.kernels.gemm.timing import time_chain
 
 HEADS = {"qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64), "llama-3.1-8b": (32, 8, 128)}
 DECODE = [[600], [600] * 8, [600] * 32, [850] * 128, [600] * 256, [8192] * 8, [32768] + [512] * 31]

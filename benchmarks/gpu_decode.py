@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import gpu_name, machine_facts, parser_of, print_rows, write_report
-from made_up_models import REAL, floor_ms, write_config
+from made_up_models import OTHERS, REAL, floor_ms, write_config
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
@@ -72,7 +72,7 @@ PROMPT, STEPS, WARM_STEPS = 512, 192, 16
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", choices=REAL, default=list(REAL))
+    parser.add_argument("--models", nargs="+", choices=REAL + OTHERS, default=list(REAL))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:4]))
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--option", **OPTION)

@@ -27,6 +27,22 @@ _LLAMA3 = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
+_MISTRAL = {
+    **_LLAMA3,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "vocab_size": 32768,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+}
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "sliding_window": 1024,
+    "torch_dtype": "bfloat16",
+}
 
 
 def _shape(
@@ -63,12 +79,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3 | _shape(1024, 3072, 28, heads=(16, 8, 128), tied=True),
     "llama-3.2-1b": _LLAMA3 | _shape(2048, 8192, 16, heads=(32, 8, 64), tied=True),
     "llama-3.1-8b": _LLAMA3 | _shape(4096, 14336, 32, heads=(32, 8, 128), tied=False),
+    "qwen3-4b": _QWEN3 | _shape(2560, 9728, 36, heads=(32, 8, 128), tied=True),
+    "mistral-7b": _MISTRAL | _shape(4096, 14336, 32, heads=(32, 8, 128), tied=False),
+    "gemma-3-4b": _GEMMA3 | _shape(2560, 10240, 34, heads=(8, 4, 256), tied=True),
 }
 READ_BYTES_PER_SECOND = 3.0e12
 """Sustained read rate of one H100; the floor below divides by it."""
 
 
-REAL = tuple(name for name in MODELS if name != "tiny")
+REAL = ("qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
+"""Those whose products are in the table that comes with termgen."""
+OTHERS = ("qwen3-4b", "mistral-7b", "gemma-3-4b")
 
 
 def write_config(folder: Path, name: str = "tiny", *, vocab: int = 0, **fields: Any) -> Path:

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 TUNE_AFTER_S = 20.0
 """Rest after which products are measured: a person who reads an answer may be quicker than that."""
+PROGRAM = f"""\
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from termgen.__main__ import entry
+entry()
+"""
+"""The `termgen` command, independent of the working directory."""
 
 logger = logging.getLogger(__name__)
 
@@ -225,5 +232,5 @@ def make_tuner(path: Path, num_shapes: int) -> IdleProcess:
         else:
             logger.info("%s", last)
 
-    command = [sys.executable, "-m", "termgen", "tune", "--background", str(path)]
+    command = [sys.executable, "-P", "-c", PROGRAM, "tune", "--background", str(path)]
     return IdleProcess(command, after_s=TUNE_AFTER_S, on_start=tell_start, on_end=tell_end)
