@@ -42,11 +42,11 @@ class IdleProcess:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._attempt: _Attempt | None = None
-        self._is_over = False
+        self.is_over = False
 
     def rest(self) -> None:
         """The owner has nothing to do; may be said again while that is so."""
-        if self._attempt is not None or self._is_over:
+        if self._attempt is not None or self.is_over:
             return
         attempt = self._attempt = _Attempt()
         attempt.timer = threading.Timer(self._after_s, self._run, [attempt])
@@ -55,7 +55,7 @@ class IdleProcess:
         try:
             attempt.timer.start()
         except RuntimeError:  # the system has no thread left
-            self._is_over = True
+            self.is_over = True
 
     def busy(self) -> None:
         """The owner has work: the command does not run from here on."""
@@ -72,7 +72,7 @@ class IdleProcess:
 
     def close(self) -> None:
         """End the command, for good."""
-        self._is_over = True
+        self.is_over = True
         self.busy()
 
     def _run(self, attempt: _Attempt) -> None:
@@ -91,7 +91,7 @@ class IdleProcess:
                     process_group=0,  # no Ctrl-C; no new session, as niceness counts within one
                 )
             except OSError as error:
-                self._is_over = True
+                self.is_over = True
                 self._on_end(-1, str(error))
                 return
         assert process.stdout is not None and process.stdin is not None
@@ -101,7 +101,7 @@ class IdleProcess:
             code = process.wait()
         with self._lock:
             if self._attempt is attempt:
-                self._is_over = True
+                self.is_over = True
                 self._on_end(code, output)
 
 
