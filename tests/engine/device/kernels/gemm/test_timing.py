@@ -1,0 +1,60 @@
+"""Timing of products: how many copies of a weight it needs, and its parts on a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from triton_device import require_triton
+
+require_triton()
+
+from termgen.engine.device.kernels.gemm.candidates import Gpu, candidates_by_rows  # noqa: E402
+from termgen.engine.device.kernels.gemm.timing import (  # noqa: E402
+    Products,
+    compile_all,
+    error_of,
+    make_workspace,
+    num_copies,
+)
+
+
+@pytest.mark.parametrize("l2_mib", [6, 40, 50, 126])
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (1024, 1024), (4096, 14336), (151936, 1024)])
+def test_the_copies_of_a_weight_do_not_fit_the_cache(n: int, k: int, l2_mib: int) -> None:
+    gpu = Gpu("made up", (8, 0), 108, l2_mib << 20, 99 * 1024)
+    copies = num_copies(n, k, gpu)
+    assert copies * 2 * n * k >= 2.4 * gpu.l2_bytes
+    assert copies == 1 or (copies - 1) * 2 * n * k < 2.4 * gpu.l2_bytes
+
+
+def test_what_was_not_written_is_an_error_without_bound() -> None:
+    expected = torch.tensor([1.0, -4.0])
+    assert error_of(torch.tensor([1.0, -3.0]), expected) == 0.25
+    assert error_of(torch.tensor([1.0, math.nan]), expected) == math.inf
+
+
+def test_a_workspace_is_large_enough_for_each() -> None:
+    gpu = Gpu("made up", (9, 0), 132, 50 << 20, 227 * 1024)
+    configs = [c for tried in candidates_by_rows(1024, 4096, gpu).values() for c in tried]
+    assert any(config.splits > 1 for config in configs)
+    workspace = make_workspace(configs, 1024, torch.device("cpu"))
+    assert workspace.partial.numel() == max(c.partial_values(1024) for c in configs)
+    assert workspace.arrivals.numel() == max(c.tiles(1024) for c in configs)
+    assert make_workspace([], 1024, torch.device("cpu")).partial.numel() == 1
+
+
+@pytest.mark.gpu
+def test_times_grow_with_the_weight() -> None:
+    device = torch.device("cuda:0")
+    gpu = Gpu.of(device)
+    seconds = []
+    for n in (1024, 16384):
+        configs = candidates_by_rows(n, 2048, gpu)[1]
+        assert compile_all([(config, 2048) for config in configs], device) == set()
+        timer = Products(n, 2048, gpu, device).timer(1, configs)
+        times = [timer(config) for config in [None, *configs]]
+        assert all(1e-7 < time < 1e-3 for time in times)
+        seconds.append(min(times))
+    assert seconds[1] > 3 * seconds[0], "64 MB take longer than 4 MB"
