@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 
 MAX_WAIT_S = 600.0
 """Longest rest to wait for; it doubles whenever the command was killed."""
+END_S = 5.0
+"""Longest wait for the end of a killed command, which may hold a device."""
 NICENESS = 19
-"""Of the command, which asks for it (`run_while_owned`)."""
+"""Priority of the command, which asks for it (`run_while_owned`)."""
 
 
 class IdleProcess:
@@ -70,10 +72,18 @@ class IdleProcess:
                 _kill(attempt.process)
                 self._after_s = min(2 * self._after_s, MAX_WAIT_S)
 
+    def end(self) -> None:
+        """As `busy`, and wait until all that the command had is free."""
+        attempt = self._attempt
+        self.busy()
+        if attempt is not None and attempt.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                attempt.process.wait(END_S)
+
     def close(self) -> None:
         """End the command, for good."""
         self.is_over = True
-        self.busy()
+        self.end()
 
     def _run(self, attempt: _Attempt) -> None:
         with self._lock:

@@ -126,7 +126,7 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_gpu_it_says_so(model: Path) -> None:
-    """As a whole, in a process that sees no GPU."""
+    """The whole command, in a process that sees no GPU."""
     done = subprocess.run(
         [sys.executable, "-m", "termgen", "tune", str(model)],
         capture_output=True,

@@ -127,6 +127,15 @@ def test_a_short_rest_starts_nothing(make: Callable[..., Owned]) -> None:
     assert owned.starts == 0 and owned.ends == []
 
 
+def test_its_end_can_be_waited_for(make: Callable[..., Owned], tmp_path: Path) -> None:
+    owned = make(WAIT, tmp_path / "pids")
+    owned.process.end()
+    owned.process.rest()
+    command, _ = pids(tmp_path / "pids")
+    owned.process.end()
+    assert not is_alive(command) and not owned.process.is_over
+
+
 def test_nothing_starts_after_its_close(make: Callable[..., Owned]) -> None:
     owned = make("", after_s=0.02)
     owned.process.rest()

@@ -190,7 +190,7 @@ class LocalExecutor:
 
         assert self._runner is not None and self._info is not None, "start() comes first"
         if self._tuner is not None:
-            self._tuner.busy()  # who puts the engine to sleep wants its GPU
+            self._tuner.end()  # the GPU is to be free for others
         if level == 1:
             self._sleep = LightSleep(self._runner, self._config, self._info)
         else:

@@ -49,7 +49,7 @@ LLAMA = {
     "torch_dtype": "bfloat16",
 }
 LLAMA_SHAPES = [(1024, 512), (512, 512), (2048, 512), (512, 1024)]
-"""Of q/k/v and the head, which are alike; output projection; gate and up; down."""
+"""Those of q/k/v and the head, which are alike; output projection; gate and up; down."""
 
 
 @pytest.fixture(autouse=True)
