@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from triton_device import require_triton
 
 require_triton()
 
+from termgen.engine.device.kernels import launch  # noqa: E402
 from termgen.engine.device.kernels.gemm.candidates import Gpu, candidates_by_rows  # noqa: E402
 from termgen.engine.device.kernels.gemm.timing import (  # noqa: E402
     Products,
@@ -18,6 +24,8 @@ from termgen.engine.device.kernels.gemm.timing import (  # noqa: E402
     make_workspace,
     num_copies,
 )
+
+PROGRAM = Path(__file__).with_name("compiled_without_gpu.py")
 
 
 @pytest.mark.parametrize("l2_mib", [6, 40, 50, 126])
@@ -58,3 +66,29 @@ def test_times_grow_with_the_weight() -> None:
         assert all(1e-7 < time < 1e-3 for time in times)
         seconds.append(min(times))
     assert seconds[1] > 3 * seconds[0], "64 MB take longer than 4 MB"
+
+
+def test_candidates_compile_for_generations_before_hopper() -> None:
+    """They fit in a program's shared memory, and have no instruction of a later generation."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(found["arch"], found["kind"]) for found in compiled} == {
+        (arch, kind) for arch in (80, 89, 90) for kind in ("gemv", "held", "mma")
+    }
+    for found in compiled:
+        assert 0 <= found["shared"] <= found["has"], found
+        assert bool(found["hopper_only"]) == (found["arch"] == 90), found
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_early"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)]
+)
+def test_only_hopper_and_later_start_early(
+    capability: tuple[int, int], is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(launch, "has_pdl", launch.has_pdl.__wrapped__)
+    options = launch.pdl_options(torch.device("cuda"))
+    assert options == ({"USE_PDL": True, "launch_pdl": True} if is_early else {"USE_PDL": False})
