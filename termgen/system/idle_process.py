@@ -73,7 +73,7 @@ class IdleProcess:
                 self._after_s = min(2 * self._after_s, MAX_WAIT_S)
 
     def end(self) -> None:
-        """As `busy`, and wait until all that the command had is free."""
+        """Do as `busy` does, and wait until the command has given back what it held."""
         attempt = self._attempt
         self.busy()
         if attempt is not None and attempt.process is not None:
