@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"vocabulary", "grammar"},
     "text": {*GROUND, "files", "grammar"},
     "device config": {"vocabulary"},
-    "native": set(),
+    "native": {"files"},
     "sampling": {"vocabulary"},
     "kernels": {"vocabulary", "sampling"},
     "attention": {"vocabulary", "native", "kernels"},

