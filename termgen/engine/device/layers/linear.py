@@ -108,10 +108,10 @@ class Linear(nn.Module):
             first_row += rows
 
     def _matrix_slot(self, name: str, first_row: int, rows: int) -> WeightSlot:
-        def load(tensor: torch.Tensor) -> None:
-            self.method.load_rows(tensor, first_row)
+        def load(tensor: torch.Tensor, first: int = 0) -> None:
+            self.method.load_rows(tensor, first_row + first)
 
-        return WeightSlot(name, (rows, self.in_features), "matrix", load)
+        return WeightSlot(name, (rows, self.in_features), "matrix", load, load)
 
 
 def _copier(part: torch.Tensor) -> Callable[[torch.Tensor], None]:

@@ -82,4 +82,4 @@ def _slot(name: str, shape: tuple[int, ...], weight: torch.Tensor, offset: float
         if offset:
             weight.add_(offset)
 
-    return WeightSlot(name, shape, "norm", load, offset)
+    return WeightSlot(name, shape, "norm", load, offset=offset)

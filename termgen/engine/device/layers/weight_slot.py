@@ -22,6 +22,8 @@ class WeightSlot:
     role: Literal["matrix", "bias", "norm"]
     load: Callable[[torch.Tensor], None]
     """Takes the whole tensor, of `shape` and any floating type, on any device."""
+    load_rows: Callable[[torch.Tensor, int], None] | None = None
+    """Takes some whole rows and the number of the first; None where all have to come at once."""
     offset: float = 0.0
     """Added by `load`: this family's values lie around zero, those of others around this."""
     pieces: tuple[WeightSlot, ...] = ()

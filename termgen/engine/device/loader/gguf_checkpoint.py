@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.loader.checkpoint import check_sizes, parse_config
 from termgen.engine.device.loader.gguf_config import ROPE_FACTORS, hf_config
-from termgen.engine.device.quantization.gguf_blocks import check_supported, dequantize
-from termgen.engine.gguf.gguf_file import GGUFFile
+from termgen.engine.device.quantization.gguf_blocks import (
+    CHUNK_ELEMENTS,
+    check_supported,
+    dequantize,
+)
+from termgen.engine.gguf.gguf_file import GGUFFile, GGUFTensor
 from termgen.errors import CorruptFileError, UnsupportedModelError
 
 _TOP_LEVEL = {
@@ -78,22 +84,49 @@ class GGUFCheckpoint:
     def names(self) -> Sequence[str]:
         return list(self._names)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._names[name]].shape
+
     def tensor(self, name: str) -> torch.Tensor:
         stored = self._file.tensors[self._names[name]]
-        values = dequantize(stored.data, stored.type, stored.shape, name=stored.name)
+        values = self._values(stored, stored.data, stored.shape)
+        if num_heads := self._heads_of(stored):
+            return self._unpermute(values, num_heads, stored.name)
+        if self._norms_plus_one and stored.name.endswith("norm.weight"):
+            return values.sub_(1.0)
+        return values
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        stored = self._file.tensors[self._names[name]]
+        if len(stored.shape) != 2 or self._heads_of(stored):
+            yield self.tensor(name)
+            return
+        num_rows, row_size = stored.shape
+        rows = stored.data.reshape(num_rows, -1)
+        step = max(1, CHUNK_ELEMENTS // row_size)
+        for first in range(0, num_rows, step):
+            part = rows[first : first + step]
+            yield self._values(stored, part, (len(part), row_size))
+
+    def _values(
+        self, stored: GGUFTensor, raw: npt.NDArray[np.uint8], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        values = dequantize(raw, stored.type, shape, name=stored.name)
         # A damaged block scale is the one corruption that the values show. NaN and infinity survive
         # a sum, which costs little beside dequantising.
         if not math.isfinite(values.sum().item()):
             raise CorruptFileError(
                 f"{self._file.path}: tensor {stored.name!r} has values that are not finite"
             )
-        if self._permuted and ".attn_q." in stored.name:
-            return self._unpermute(values, self.config.num_heads, stored.name)
-        if self._permuted and ".attn_k." in stored.name:
-            return self._unpermute(values, self.config.num_kv_heads, stored.name)
-        if self._norms_plus_one and stored.name.endswith("norm.weight"):
-            return values.sub_(1.0)
         return values
+
+    def _heads_of(self, stored: GGUFTensor) -> int:
+        """The heads whose rows conversion put in another order; 0 if it did not."""
+        if self._permuted and ".attn_q." in stored.name:
+            return self.config.num_heads
+        if self._permuted and ".attn_k." in stored.name:
+            return self.config.num_kv_heads
+        return 0
 
     def close(self) -> None:
         self._file.close()

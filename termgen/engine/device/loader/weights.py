@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -24,6 +24,16 @@ class TensorSource(Protocol):
     def names(self) -> Sequence[str]: ...
 
     def tensor(self, name: str) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class PartedSource(Protocol):
+    """A checkpoint that can read a tensor in parts, so that it never exists as a whole."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """The tensor's rows, some at a time."""
 
 
 class LoadableModel(Protocol):
@@ -51,9 +61,17 @@ def load_weights(
     num_loaded = 0
     with torch.no_grad():
         for slot in (slots[name] for name in names if name in slots):
-            tensor = checkpoint.tensor(slot.name)
-            _check_tensor(slot, tensor)
-            slot.load(tensor)
+            if slot.load_rows is not None and isinstance(checkpoint, PartedSource):
+                _check_shape(slot, checkpoint.shape(slot.name))
+                first_row = 0
+                for rows in checkpoint.parts(slot.name):
+                    slot.load_rows(rows, first_row)
+                    first_row += len(rows)
+            else:
+                tensor = checkpoint.tensor(slot.name)
+                _check_shape(slot, tuple(tensor.shape))
+                _check_type(slot, tensor)
+                slot.load(tensor)
             num_loaded += _num_elements(slot)
             if progress is not None:
                 progress(num_loaded / num_elements)
@@ -131,12 +149,15 @@ def _some(names: set[str]) -> str:
     return f"tensor {first}" + (f" and {len(others)} more" if others else "")
 
 
-def _check_tensor(slot: WeightSlot, tensor: torch.Tensor) -> None:
-    if tuple(tensor.shape) != slot.shape:
+def _check_shape(slot: WeightSlot, shape: tuple[int, ...]) -> None:
+    if shape != slot.shape:
         raise CorruptFileError(
-            f"tensor {slot.name} has shape {list(tensor.shape)},"
+            f"tensor {slot.name} has shape {list(shape)},"
             f" but config.json asks for {list(slot.shape)}"
         )
+
+
+def _check_type(slot: WeightSlot, tensor: torch.Tensor) -> None:
     if not tensor.is_floating_point():
         raise CorruptFileError(f"tensor {slot.name} holds {tensor.dtype}, not floating point")
 

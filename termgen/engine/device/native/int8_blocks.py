@@ -32,6 +32,8 @@ LEVELS = 255
 _HEADER = 2 * TILE * 2
 """Bytes of a block's scales and lows."""
 _STRIDE_PADDING = 16
+_PART_NUMBERS = 2**18
+"""Numbers that are laid out at a time: what a part needs stays in the processor's cache."""
 _COARSE = 17
 """Levels between those of 4 bits: 255 / 15."""
 _SMALLEST_SCALE = 2.0**-24
@@ -75,30 +77,41 @@ class Int8Blocks:
     """A matrix [num_rows, num_columns] in tiles. num_rows need not be a multiple of TILE."""
 
     def __init__(self, quantized: Quantized) -> None:
-        numbers, scale, low, row_scale = quantized
-        self.num_rows, self.num_columns = numbers.shape
-        padding = -self.num_rows % TILE
-        # Rows of zeros: the scale of a padded row is 0.
-        numbers, scale, low = (F.pad(t, (0, 0, 0, padding)) for t in (numbers, scale, low))
-        self.row_scale = F.pad(row_scale, (0, padding))
-        num_blocks = self.num_columns // BLOCK
-        # Multiples of 17 have two equal halves.
-        self.num_bits = 4 if torch.equal(numbers & 15, numbers >> 4) else 8
-        words = numbers.view(-1, TILE, num_blocks, BLOCK * self.num_bits // 32, 32 // self.num_bits)
-        words = words.permute(0, 2, 3, 1, 4)
-        if self.num_bits == 4:
-            words = (words[..., ::2] & 15) | (words[..., 1::2] & 240)
-        headers = (
-            half.view(-1, TILE, num_blocks).transpose(1, 2).contiguous().view(torch.uint8)
-            for half in (scale, low)
-        )
-        self.tiles = torch.cat((*headers, words.flatten(2)), 2)
+        self.num_rows, self.num_columns = quantized.numbers.shape
+        if padding := -self.num_rows % TILE:
+            # Rows of zeros: the scale of a padded row is 0.
+            numbers, scale, low = (F.pad(part, (0, 0, 0, padding)) for part in quantized[:3])
+            row_scale = F.pad(quantized.row_scale, (0, padding))
+            quantized = Quantized(numbers, scale, low, row_scale)
+        self.row_scale = quantized.row_scale
+        rows_together = max(TILE, _PART_NUMBERS // self.num_columns // TILE * TILE)
+        is_coarse = all(map(_is_coarse, torch.split(quantized.numbers, rows_together)))
+        self.num_bits = 4 if is_coarse else 8
+        self.tiles = self._tiled(quantized, rows_together)
         self._kernels: Mapping[str, Callable[..., None]] = {}
         if not why_unusable():
             from termgen.engine.device.native import int8_kernels, jit
 
             layout = int8_kernels.Layout(BLOCK, TILE, self.num_bits, _COARSE)
             self._kernels, self._threads = int8_kernels.int8_kernels(layout), jit.threads_for
+
+    def _tiled(self, quantized: Quantized, rows_together: int) -> torch.Tensor:
+        num_blocks, num_words = self.num_columns // BLOCK, BLOCK * self.num_bits // 32
+        tile_bytes = _HEADER + num_words * TILE * 4
+        tiles = torch.empty(len(self.row_scale) // TILE, num_blocks, tile_bytes, dtype=torch.uint8)
+        parts = (torch.split(part, rows_together) for part in quantized[:3])
+        places = torch.split(tiles, rows_together // TILE)
+        for numbers, scale, low, place in zip(*parts, places, strict=True):
+            if self.num_bits == 4:
+                numbers = (numbers[:, ::2] & 15) | (numbers[:, 1::2] & 240)
+            # Whole words are moved: moving bytes takes four times as long.
+            words = numbers.view(torch.int32).view(-1, TILE, num_blocks, num_words)
+            to = place.view(torch.int32)[:, :, _HEADER // 4 :]
+            to.unflatten(2, (num_words, TILE)).copy_(words.permute(0, 2, 3, 1))
+            halves = place.view(torch.float16)
+            halves[:, :, :TILE].copy_(scale.view(-1, TILE, num_blocks).transpose(1, 2))
+            halves[:, :, TILE : 2 * TILE].copy_(low.view(-1, TILE, num_blocks).transpose(1, 2))
+        return tiles
 
     @property
     def num_tiles(self) -> int:
@@ -178,6 +191,11 @@ class Int8Blocks:
         if self.num_bits == 4:
             words = torch.stack((words & 15, words >> 4), -1).flatten(-2) * _COARSE
         return words.flatten(-2).float()
+
+
+def _is_coarse(numbers: torch.Tensor) -> bool:
+    """True if all numbers are multiples of 17: these have two equal halves."""
+    return torch.equal(numbers & 15, numbers >> 4)
 
 
 def _split(bytes_: torch.Tensor, *sizes: int) -> torch.Tensor:

@@ -30,6 +30,8 @@ _MOST_ROWS = 48
 (SmolLM2-135M's shapes on two cores: alike from 48 to 100)."""
 _CHUNK_NUMBERS = 2**20
 """Numbers widened at a time: a part of the weight that stays in cache."""
+_PART_NUMBERS = 2**18
+"""Numbers quantized at a time: what each pass over them reads and writes stays in cache."""
 _memory = threading.local()
 
 
@@ -65,8 +67,10 @@ class Int8Linear(nn.Module):
 
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
         assert self.parts is not None, "loading into a finalized layer"
-        for part, loaded in zip(self.parts, quantize_rows(self._padded(tensor)), strict=True):
-            part[first_row : first_row + len(tensor)].copy_(loaded)
+        for rows in torch.split(tensor, max(1, _PART_NUMBERS // tensor.shape[1])):
+            for part, loaded in zip(self.parts, quantize_rows(self._padded(rows)), strict=True):
+                part[first_row : first_row + len(rows)].copy_(loaded)
+            first_row += len(rows)
 
     def finalize(self) -> None:
         assert self.parts is not None, "finalized before"

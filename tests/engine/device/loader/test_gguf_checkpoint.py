@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,15 @@ import torch
 from gguf_samples import finish, gguf_name, write_model
 from safetensors.torch import load_file
 
-from termgen.engine.device.loader import load_generation_config, load_model_config, open_checkpoint
+from termgen.engine.device.layers.weight_slot import WeightSlot
+from termgen.engine.device.loader import (
+    gguf_checkpoint,
+    load_generation_config,
+    load_model_config,
+    open_checkpoint,
+)
 from termgen.engine.device.loader.gguf_config import llama3_factors
+from termgen.engine.device.loader.weights import PartedSource, load_weights
 from termgen.errors import CorruptFileError, TermgenError, UnsupportedModelError
 
 ARCHS = [("llama", "llama"), ("mistral", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
@@ -73,6 +80,62 @@ def test_quantised_rows_go_back_in_order(
             np.testing.assert_array_equal(result.numpy(), rounded, err_msg=name)
     expected = {Q.F16: "float16", Q.BF16: "bfloat16"}.get(quant, "bfloat16")
     assert checkpoint.config.torch_dtype == expected
+
+
+@pytest.mark.parametrize("quant", [Q.Q8_0, Q.Q4_1, Q.F16, Q.F32])
+def test_parts_are_the_rows_of_the_whole(
+    quant: gguf.GGMLQuantizationType,
+    tiny_model_dir: TinyModelDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny_model_dir("llama", intermediate_size=128)
+    checkpoint = open_checkpoint(
+        write_model(folder, tmp_path / "m.gguf", arch="llama", quant=quant)
+    )
+    assert isinstance(checkpoint, PartedSource)
+    monkeypatch.setattr(gguf_checkpoint, "CHUNK_ELEMENTS", 5 * 128)
+    counts = {}
+    for name in checkpoint.names():
+        parts = list(checkpoint.parts(name))
+        assert torch.equal(torch.cat(parts), checkpoint.tensor(name)), name
+        assert checkpoint.shape(name) == tuple(checkpoint.tensor(name).shape), name
+        counts[name] = len(parts)
+    assert counts["model.layers.0.mlp.down_proj.weight"] == -(-checkpoint.config.hidden_size // 5)
+    assert counts["model.layers.0.self_attn.q_proj.weight"] == 1, "its rows change places"
+
+
+def test_a_large_matrix_never_exists_as_a_whole(
+    tiny_model_dir: TinyModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model_dir("llama")
+    checkpoint = open_checkpoint(write_model(folder, tmp_path / "m.gguf", arch="llama"))
+    monkeypatch.setattr(gguf_checkpoint, "CHUNK_ELEMENTS", 64)
+    expected = {name: checkpoint.tensor(name) for name in checkpoint.names()}
+    filled = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    sizes: list[int] = []
+
+    class Model:
+        def weight_slots(self) -> Iterator[WeightSlot]:
+            for name, place in filled.items():
+                yield WeightSlot(name, tuple(place.shape), "matrix", place.copy_, rows_into(place))
+
+        def ignored_weights(self) -> tuple[str, ...]:
+            return ()
+
+        def repeated_weights(self) -> dict[str, str]:
+            return {}
+
+    def rows_into(place: torch.Tensor) -> Callable[[torch.Tensor, int], None]:
+        def load(rows: torch.Tensor, first: int) -> None:
+            place[first : first + len(rows)] = rows
+            sizes.append(len(rows))
+
+        return load
+
+    load_weights(Model(), checkpoint)
+    assert all(torch.equal(filled[name], tensor) for name, tensor in expected.items())
+    assert sizes.count(1) >= len(expected["model.embed_tokens.weight"]), "row by row"
 
 
 def test_smollm2_equals_transformers_reading(smollm2_gguf: Path, smollm2_reference: Any) -> None:

@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from termgen.engine.device import native
 from termgen.engine.device.layers.linear import Build, Linear, LinearSpec
 from termgen.engine.device.layers.ops import TorchOps
-from termgen.engine.device.native.int8_blocks import dequantize, quantize_rows
+from termgen.engine.device.native import int8_blocks
+from termgen.engine.device.native.int8_blocks import Int8Blocks, dequantize, quantize_rows
 from termgen.engine.device.quantization import int8
 from termgen.engine.device.quantization.int8 import Int8Linear
 from termgen.engine.text.tokenizer import load_tokenizer
@@ -58,6 +59,23 @@ def test_products_are_those_of_the_quantized_matrix(
     magnitude = x.double().abs() @ dequantized.abs().T + bias.abs().double()
     tolerance = 1e-6 if dtype is torch.float32 else 1 / 128
     assert ((actual.double() - expected).abs() <= magnitude * tolerance + 1e-6).all()
+
+
+@pytest.mark.parametrize("kind", ["8 bits", "4 bits"])
+def test_parts_of_a_matrix_are_quantized_like_the_whole(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = random_matrix(150, 96)
+    if kind == "4 bits":
+        matrix = (matrix / matrix.abs().amax(1, keepdim=True) * 7).round()
+        matrix[:, ::32], matrix[:, 1::32] = -7, 8
+    whole = Int8Blocks(quantize_rows(matrix))
+    assert whole.num_bits == int(kind[0])
+    monkeypatch.setattr(int8, "_PART_NUMBERS", 96 * 20)
+    monkeypatch.setattr(int8_blocks, "_PART_NUMBERS", 96 * 40)
+    method = quantized(matrix)
+    assert torch.equal(method.tiles, whole.tiles)
+    assert torch.equal(method.row_scale, whole.row_scale)
 
 
 def test_large_steps_leave_the_precision_of_the_process_alone(
