@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -37,6 +38,20 @@ def clean_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
 def test_every_sampling_field_has_a_flag() -> None:
     described = set(generate.SAMPLING_HELP) | set(generate.OMITTED)
     assert described == {f.name for f in fields(SamplingParams)}
+
+
+def test_no_garbage_is_looked_for_while_an_engine_starts() -> None:
+    assert gc.isenabled()
+    before = gc.get_freeze_count()
+    try:
+        with generate.collections_put_off():
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() > before
+        with pytest.raises(RequestError), generate.collections_put_off():
+            raise RequestError("a start that fails")
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", [n for n in generate.SAMPLING_HELP if "logprobs" not in n])
