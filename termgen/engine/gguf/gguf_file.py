@@ -295,12 +295,19 @@ class GGUFFile:
         metadata: Mapping[str, Any],
         tensors: Mapping[str, GGUFTensor],
         version: int,
+        metadata_end: int,
     ) -> None:
         self.path = path
         self.metadata = metadata
         self.tensors = tensors
         self.version = version
         self._map = memory_map
+        self._metadata_end = metadata_end
+
+    @property
+    def raw_metadata(self) -> bytes:
+        """The file up to the end of its key-value section."""
+        return self._map[: self._metadata_end]
 
     @classmethod
     def open(cls, path: Path | str) -> GGUFFile:
@@ -360,7 +367,7 @@ def _parse(path: Path, memory_map: mmap.mmap) -> GGUFFile:
     # The smallest entry of each kind: an empty name, a one-byte value; a name, no dimensions.
     file.check_count(num_keys, MAX_METADATA_KEYS, 8 + 4 + 1, 24, "metadata keys")
     file.check_count(num_tensors, MAX_TENSORS, 8 + 4 + 4 + 8, 24, "tensors")
-    places, position = _metadata_places(file, num_keys)
+    places, metadata_end = _metadata_places(file, num_keys)
     metadata = GGUFMetadata(file, places)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if (
@@ -369,8 +376,15 @@ def _parse(path: Path, memory_map: mmap.mmap) -> GGUFFile:
         or alignment & (alignment - 1)
     ):
         file.fail(f"general.alignment {alignment!r} is not a power of two up to {MAX_ALIGNMENT}")
-    tensors = _tensors(file, num_tensors, position, alignment=alignment)
-    return GGUFFile(path, memory_map, metadata=metadata, tensors=tensors, version=version)
+    tensors = _tensors(file, num_tensors, metadata_end, alignment=alignment)
+    return GGUFFile(
+        path,
+        memory_map,
+        metadata=metadata,
+        tensors=tensors,
+        version=version,
+        metadata_end=metadata_end,
+    )
 
 
 def _metadata_places(file: GGUFBytes, num_keys: int) -> tuple[dict[str, tuple[int, int]], int]:

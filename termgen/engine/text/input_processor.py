@@ -327,7 +327,10 @@ class InputProcessor:
         """Refuse text that cannot fit in any tokenisation, before spending time on it."""
         assert isinstance(prompt, (str, ChatPrompt, FillPrompt)), "ids are counted"
         assert self._tokenizer is not None, "it has been asked for"
-        least = -(-prompt_chars(prompt) // self._tokenizer.max_token_chars)
+        num_chars = prompt_chars(prompt)
+        if num_chars < self._max_model_len:
+            return  # even with a token for each: the longest token need not be looked for
+        least = -(-num_chars // self._tokenizer.max_token_chars)
         if least >= self._max_model_len:
             raise self._too_long(f"at least {least} tokens", _param_of(prompt))
 

@@ -90,10 +90,12 @@ class Tokenizer:
         self.bos_token_id = parts.bos_token_id
         self.eos_token_ids = parts.eos_token_ids
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        largest = max({*backend.get_vocab(with_added_tokens=True).values(), *added}, default=-1)
-        if largest >= MAX_VOCAB_SIZE:
-            raise ValueError(f"a token has the id {largest}")
-        self.vocab_size: int = largest + 1
+        num_ids = parts.num_ids
+        if num_ids is None:
+            num_ids = 1 + max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
+        self.vocab_size: int = max(num_ids, 1 + max(added, default=-1))
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(f"a token has the id {self.vocab_size - 1}")
         self._bytes_of, self._strip_leading_space = _byte_decoding(parts)
         self._all_bytes = _BytesTable(self._raw_bytes, frozenset())
         self._text_bytes = _BytesTable(self._raw_bytes, self.special_token_ids)

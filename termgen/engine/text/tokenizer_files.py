@@ -47,6 +47,8 @@ class TokenizerParts:
     prefix_ids: tuple[int, ...] | None = None
     """Ids put before raw text; None: the backend's own post-processor decides."""
     suffix_ids: tuple[int, ...] | None = None
+    num_ids: int | None = None
+    """One more than the largest id, where that is known without a look at each token."""
 
 
 def read_folder(path: Path) -> TokenizerParts:

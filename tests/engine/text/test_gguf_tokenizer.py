@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from gguf_reading import each_part_once
 from sample_texts import sample_texts
 from sentencepiece_samples import sentencepiece_backend
 
 from termgen.engine.gguf.gguf_file import GGUFFile
-from termgen.engine.text.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, SPACE_MARK, build_parts
+from termgen.engine.text import gguf_tokenizer
+from termgen.engine.text.gguf_tokenizer import (
+    LLAMA3_SPLIT,
+    QWEN2_SPLIT,
+    SPACE_MARK,
+    build_parts,
+    read_gguf,
+)
 from termgen.engine.text.tokenizer import Tokenizer
+from termgen.engine.text.tokenizer_files import TokenizerParts
 from termgen.errors import CorruptFileError, ModelError, UnsupportedModelError
 
 SEED = 20_240_607
@@ -390,3 +401,72 @@ def test_metadata_is_read_while_the_file_is_open(smollm2_gguf: Path) -> None:
     with GGUFFile.open(smollm2_gguf) as file:
         parts = build_parts(file.metadata, source="x")
     assert parts.backend.get_vocab_size() == 49152
+
+
+@pytest.fixture
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sources of the tokenizers that are built, with an empty cache."""
+    monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path / "cache"))
+    sources: list[str] = []
+    build_anew = gguf_tokenizer.build_parts
+
+    def build_parts(metadata: Mapping[str, Any], *, source: str) -> TokenizerParts:
+        sources.append(source)
+        return build_anew(metadata, source=source)
+
+    monkeypatch.setattr(gguf_tokenizer, "build_parts", build_parts)
+    return sources
+
+
+def write_gguf(path: Path, metadata: dict[str, Any]) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        add = {str: writer.add_string, list: writer.add_array, bool: writer.add_bool}
+        add.get(type(value), writer.add_uint32)(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("metadata", [byte_level_metadata, sentencepiece_metadata])
+def test_a_tokenizer_is_built_once(
+    builds: list[str], metadata: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    extra = {"tokenizer.chat_template": "{{ messages }}<|im_end|>", "tokenizer.ggml.add_x": 1}
+    path = write_gguf(tmp_path / "a.gguf", metadata() | extra)
+    built, kept = read_gguf(path), read_gguf(path)
+    assert builds == [str(path)]
+    assert kept.backend.to_str() == built.backend.to_str()
+    for field in dataclasses.fields(TokenizerParts):
+        if field.name != "backend":
+            assert getattr(kept, field.name) == getattr(built, field.name), field.name
+    ours, theirs = Tokenizer(built), Tokenizer(kept)
+    assert ours.vocab_size == theirs.vocab_size == len(metadata()["tokenizer.ggml.tokens"])
+    assert ours.encode("hello 123\n\n") == theirs.encode("hello 123\n\n")
+    copy = tmp_path / "b.gguf"
+    copy.write_bytes(path.read_bytes())
+    read_gguf(copy)
+    assert len(builds) == 1, "the same bytes under another name"
+
+
+def test_a_tokenizer_is_kept_for_its_metadata_and_library(
+    builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "a.gguf", byte_level_metadata())
+    assert read_gguf(path).prefix_ids == ()
+    write_gguf(path, byte_level_metadata(add_bos_token=True))
+    assert read_gguf(path).prefix_ids == (read_gguf(path).bos_token_id,)
+    assert len(builds) == 2
+    monkeypatch.setattr(gguf_tokenizer.tokenizers, "__version__", "0.0")
+    read_gguf(path)
+    assert len(builds) == 3
+
+
+def test_a_damaged_entry_is_built_anew(builds: list[str], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", byte_level_metadata())
+    read_gguf(path)
+    (entry,) = gguf_tokenizer._BUILT.folder.iterdir()
+    entry.write_bytes(entry.read_bytes()[:-1])
+    assert read_gguf(path).backend.get_vocab_size() and len(builds) == 2

@@ -203,6 +203,20 @@ class TestLengths:
                 prompt, SamplingParams()
             )
 
+    def test_a_short_prompt_is_measured_without_the_longest_token(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Finding it takes a look at each token, which is long for a large vocabulary."""
+
+        def refuse(self: Tokenizer) -> int:
+            raise AssertionError("looked for")
+
+        monkeypatch.setattr(Tokenizer, "max_token_chars", property(refuse))
+        processor = InputProcessor(TOKENIZER, MAX_LEN, TOKENIZER.vocab_size)
+        assert processor.process("a" * (MAX_LEN - 1), SamplingParams(max_tokens=1))
+        with pytest.raises(AssertionError, match="looked for"):
+            processor.process("a" * MAX_LEN, SamplingParams())
+
     def test_long_tokens_are_no_reason_to_refuse(self, smollm2_gguf: Path) -> None:
         tokenizer = load_tokenizer(smollm2_gguf)
         text = "-" * 64 * 150  # one token for every 64 characters

@@ -1,6 +1,6 @@
 """Kernels for CPUs, written in LLVM's intermediate language and compiled when a model is built.
 
-    jit                 what all of them share: loops, vectors, threads, compilation
+    jit                 what all of them share: loops, vectors, threads, compilation, kept code
     int8_blocks         8-bit weights with a scale for every 32 numbers, laid out for a kernel
     int8_kernels        products with them
     row_kernels         norms, rotation, activation
