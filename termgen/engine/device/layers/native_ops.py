@@ -42,7 +42,7 @@ class NativeOps(TorchOps):
             out.data_ptr(),
             x.shape[1],
             eps,
-            len(x),
+            x.shape[0],
             threads_for(x.nbytes),
         )
         return out
@@ -79,7 +79,8 @@ class NativeOps(TorchOps):
                 eps=eps,
                 q=q,
             )
-        out = qkv.new_empty(len(qkv), num_heads, head_dim) if q is None else q
+        num_rows = qkv.shape[0]
+        out = torch.empty(num_rows, num_heads, head_dim) if q is None else q
         cos, sin = rotation.cos.contiguous(), rotation.sin.contiguous()
         self._kernels["rotate_and_store"](
             qkv.data_ptr(),
@@ -93,7 +94,7 @@ class NativeOps(TorchOps):
             num_kv_heads,
             head_dim,
             eps,
-            len(qkv),
+            num_rows,
             threads_for(qkv.nbytes),
         )
         return out
@@ -103,9 +104,10 @@ class NativeOps(TorchOps):
         fits = gate_up.dtype is torch.float32 and gate_up.is_contiguous() and size % LANES == 0
         if activation != "silu" or not fits:
             return super().gated_activation(gate_up, activation)
-        out = gate_up.new_empty(len(gate_up), size)
+        num_rows = gate_up.shape[0]
+        out = torch.empty(num_rows, size)
         self._kernels["gated_silu"](
-            gate_up.data_ptr(), out.data_ptr(), size, len(out), threads_for(gate_up.nbytes)
+            gate_up.data_ptr(), out.data_ptr(), size, num_rows, threads_for(gate_up.nbytes)
         )
         return out
 

@@ -18,6 +18,7 @@ the kernel is about as fast as memory can be read; from 8 rows on the multiplica
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -38,6 +39,9 @@ _COARSE = 17
 """Levels between those of 4 bits: 255 / 15."""
 _SMALLEST_SCALE = 2.0**-24
 """The smallest float16 above 0. A block of equal numbers has it too, and q is 0 in it."""
+
+
+_memory = threading.local()
 
 
 class Quantized(NamedTuple):
@@ -84,6 +88,8 @@ class Int8Blocks:
             row_scale = F.pad(quantized.row_scale, (0, padding))
             quantized = Quantized(numbers, scale, low, row_scale)
         self.row_scale = quantized.row_scale
+        self._width, self._num_blocks = len(self.row_scale), self.num_columns // BLOCK
+        self._scratch_width = self._num_blocks * (BLOCK + 1)
         rows_together = max(TILE, _PART_NUMBERS // self.num_columns // TILE * TILE)
         is_coarse = all(map(_is_coarse, torch.split(quantized.numbers, rows_together)))
         self.num_bits = 4 if is_coarse else 8
@@ -121,19 +127,18 @@ class Int8Blocks:
         """x [M, num_columns] float32 -> x @ matrix.T, [M, num_rows] float32. By the kernel: for
         machines that have it."""
         x = x.contiguous()
-        width, num_blocks = len(self.row_scale), self.num_columns // BLOCK
-        y = x.new_empty(len(x), width)
-        scratch = x.new_empty(len(x), num_blocks * (BLOCK + 1))
+        count, width, tiles = x.shape[0], self._width, self.tiles
+        y = torch.empty(count, width)
         self._kernels["int8_product"](
-            self.tiles.data_ptr(),
+            tiles.data_ptr(),
             self.row_scale.data_ptr(),
             x.data_ptr(),
             y.data_ptr(),
-            scratch.data_ptr(),
-            len(x),
-            num_blocks,
-            self.num_tiles,
-            self._threads(self.tiles.nbytes * len(x)),
+            _scratch(count * self._scratch_width).data_ptr(),
+            count,
+            self._num_blocks,
+            width // TILE,
+            self._threads(tiles.nbytes * count),
         )
         return y if width == self.num_rows else y[:, : self.num_rows].contiguous()
 
@@ -191,6 +196,15 @@ class Int8Blocks:
         if self.num_bits == 4:
             words = torch.stack((words & 15, words >> 4), -1).flatten(-2) * _COARSE
         return words.flatten(-2).float()
+
+
+def _scratch(size: int) -> torch.Tensor:
+    """This thread's memory for what products compute from x first, at least `size` floats: making
+    new memory takes as long as a tenth of a small product."""
+    kept: torch.Tensor | None = getattr(_memory, "scratch", None)
+    if kept is None or kept.numel() < size:
+        kept = _memory.scratch = torch.empty(size)
+    return kept
 
 
 def _is_coarse(numbers: torch.Tensor) -> bool:

@@ -199,7 +199,10 @@ Kernel = Callable[..., None]
 
 def threads_for(num_bytes: int) -> int:
     """Threads that are worth waking for work that reads so many bytes."""
-    return max(1, min(torch.get_num_threads(), num_bytes // _BYTES_PER_THREAD))
+    worth, most = num_bytes // _BYTES_PER_THREAD, torch.get_num_threads()
+    if worth >= most:  # spelled out: steps call this hundreds of times
+        return most
+    return worth if worth > 1 else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,13 +79,16 @@ class Int8Linear(nn.Module):
         self.parts = None
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        assert self._blocks is not None, "not finalized"
-        padded = self._padded(x).float()
-        if len(x) > self._most_rows:
-            y = self._multiply_wide(padded, self._blocks)
-        else:
-            y = self._blocks.product(padded)
-        y = y.to(x.dtype)
+        blocks, dtype = self._blocks, x.dtype
+        assert blocks is not None, "not finalized"
+        # A step of one row makes a hundred of these calls: what has nothing to do is left out.
+        if self._padding:
+            x = self._padded(x)
+        if dtype is not torch.float32:
+            x = x.float()
+        y = self._multiply_wide(x, blocks) if x.shape[0] > self._most_rows else blocks.product(x)
+        if dtype is not torch.float32:
+            y = y.to(dtype)
         return y if bias is None else y.add_(bias)
 
     def _multiply_wide(self, x: torch.Tensor, blocks: Int8Blocks) -> torch.Tensor:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from paged_model import CPU, PagedModel, Row, load
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from termgen.engine.device import native
 from termgen.engine.device.layers.linear import Build, Linear, LinearSpec
@@ -76,6 +78,44 @@ def test_parts_of_a_matrix_are_quantized_like_the_whole(
     method = quantized(matrix)
     assert torch.equal(method.tiles, whole.tiles)
     assert torch.equal(method.row_scale, whole.row_scale)
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(bool(native.why_unusable()), reason="no kernels here")
+def test_a_product_of_few_rows_runs_nothing_but_its_kernel() -> None:
+    """A step has a hundred of them, and each torch operation costs as much as a tenth of one."""
+    method = quantized(random_matrix(64, 96))
+    for num_rows in (48, 1, 3):
+        x = random_matrix(num_rows, 96, seed=num_rows)
+        expected = method.multiply(x, None)
+        with Operations() as seen:
+            actual = method.multiply(x, None)
+        assert seen.names == ["aten.empty.memory_format"], "for the result"
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.skipif(bool(native.why_unusable()), reason="no kernels here")
+def test_products_of_threads_do_not_share_their_memory() -> None:
+    methods = [quantized(random_matrix(64, 96, seed=seed)) for seed in range(4)]
+    x = random_matrix(40, 96, seed=9)
+    expected = [method.multiply(x, None) for method in methods]
+    with ThreadPoolExecutor(len(methods)) as pool:
+        for _ in range(20):
+            found = pool.map(lambda method: method.multiply(x, None), methods)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_large_steps_leave_the_precision_of_the_process_alone(
