@@ -8,7 +8,8 @@ sleeps while another one works, so that a change in the machine's mood hits all 
 speed is the time of n+1 tokens less the time of one token, for all alike. transformers reads the
 same GGUF file, dequantised to float32; llama.cpp gets its weights quantised again to Q8_0.
 
-A contestant whose packages are missing is left out with a line that says so.
+A contestant whose packages are missing is left out with a line that says so. With --without avx512
+(or amx, avx512vnni, ...) termgen and torch run as on a processor that lacks it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -184,12 +185,27 @@ MEASURES = {  # (batch size, prompt tokens, decoded tokens)
 }
 
 
-def serve(name: str, model: Path, threads: int, pipe: Connection) -> None:
+def hide_features(without: Sequence[str]) -> None:
+    """Have kernels compiled as on a processor without the features whose names begin so."""
+    from termgen.engine.device.native import jit
+
+    own = jit.this_processor()
+    features = [
+        f"-{feature[1:]}" if feature[1:].startswith(tuple(without)) else feature
+        for feature in own.features.split(",")
+    ]
+    lesser = jit.Processor(own.name, ",".join(features))
+    jit.this_processor = lambda: lesser  # type: ignore[assignment]
+
+
+def serve(name: str, model: Path, threads: int, without: Sequence[str], pipe: Connection) -> None:
     """Answer (prompts, number of tokens) with (seconds, token ids) until the pipe ends."""
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
     start = time.perf_counter()
+    if without:
+        hide_features(without)
     try:
         generate = CONTESTANTS[name](model, threads)
     except Missing as error:
@@ -205,11 +221,13 @@ def serve(name: str, model: Path, threads: int, pipe: Connection) -> None:
 class Contestant:
     """One engine in its process."""
 
-    def __init__(self, name: str, model: Path, threads: int) -> None:
+    def __init__(self, name: str, model: Path, threads: int, without: Sequence[str]) -> None:
         self.name = name
         spawn = multiprocessing.get_context("spawn")
         self._pipe, pipe = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(name, model, threads, pipe), daemon=True)
+        self._process = spawn.Process(
+            target=serve, args=(name, model, threads, without, pipe), daemon=True
+        )
         self._process.start()
         pipe.close()
 
@@ -245,15 +263,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, help="leave out the others")
+    parser.add_argument("--without", nargs="+", default=(), help="features of the processor")
     args = parser.parse_args()
     local = resolve_model(args.model)
     if local.kind != "gguf":
         parser.error(f"{local.path} is not a GGUF file, which every contestant can read")
     facts = machine_facts()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    if any("avx512".startswith(feature) for feature in args.without):
+        os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    elif "amx" in args.without:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_VNNI"
     contestants = []
     for name in args.only or CONTESTANTS:  # loaded one after another
-        contestant = Contestant(name, local.path, args.threads)
+        contestant = Contestant(name, local.path, args.threads, args.without)
         if isinstance(loaded := contestant.started(), str):
             print(f"{name}: left out, {loaded}", file=sys.stderr)
         else:
