@@ -294,7 +294,7 @@ class ModelRunner:
         dispatch = self.graphs.dispatch(plan)
         if plan.constrained is not None and not self.state.masks.is_awaited:
             with torch.inference_mode():
-                self.state.masks.upload(plan.slots[plan.constrained], self.state)
+                self.state.masks.upload(plan.slots[plan.constrained])
         if clock is not None and start is None:
             start = clock.start()
         return Launch(plan, dispatch, started_ns, start)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,15 @@ from termgen.engine.device.sampling.metadata import HAS_GRAMMAR, TokenMasks
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.token_mask import IDLE_PATIENCE_S, NO_MASK, PATIENCE_S, WITHHELD
 
-if TYPE_CHECKING:
-    from termgen.engine.device.runner.request_state import RequestState
+
+class AwaitingRows(Protocol):
+    """What a wait reads of every slot. R slots."""
+
+    total_len: torch.Tensor  # [R] int64
+    num_computed: torch.Tensor  # [R] int64
+    finished: torch.Tensor  # [R] bool
+    edit_kinds: torch.Tensor  # [R] int64, bit HAS_GRAMMAR
+    masks: PostedMasks
 
 
 class PostedMasks:
@@ -66,16 +73,19 @@ class PostedMasks:
         bits = self._device_bits.to(self.device)
         return TokenMasks(slots, edit_kinds & HAS_GRAMMAR > 0, bits)
 
-    def upload(self, slots: IntArray, state: RequestState) -> None:
+    def upload(self, slots: IntArray) -> None:
         """Copy the masks of these slots to a device whose steps do not wait for them."""
-        where = state.upload(slots.astype(np.int64))
-        self._device_bits.index_copy_(0, where, state.upload(self._host_bits[slots]))
+        where, bits = (
+            torch.from_numpy(values).pin_memory().to(self.device, non_blocking=True)
+            for values in (slots.astype(np.int64), self._host_bits[slots])
+        )
+        self._device_bits.index_copy_(0, where, bits)
 
     def wait_on_host(
         self,
         slots: torch.Tensor,  # [B] int64
         num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
-        state: RequestState,
+        state: AwaitingRows,
     ) -> torch.Tensor:  # [B] int64
         """Wait, on a CPU, for the masks of the rows that sample. Returns `num_tokens`, less 1 for
         rows whose mask is late: short of their newest token, they sample nothing."""

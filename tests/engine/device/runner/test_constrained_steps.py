@@ -191,3 +191,21 @@ def test_on_a_gpu_graphs_steps_ahead_and_preemption_change_nothing(folder: Path)
     small = make_engine(folder, **options, num_gpu_blocks_override=8, max_model_len=64)
     answers, steps = run(small)
     assert answers == expected and steps[-1].num_preemptions > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_kernels_gets_masks_before_its_steps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch samples there, which cannot wait for masks: rows join when all their tokens landed."""
+    for module in ("request_state", "model_runner"):
+        name = f"termgen.engine.device.runner.{module}.why_unusable"
+        monkeypatch.setattr(name, lambda device, dtype=None: "not in this test")
+    options: dict[str, Any] = {"device": "cuda", "enforce_eager": True}
+    expected, _ = run(make_engine(folder, **options, async_scheduling=False))
+    engine = make_engine(folder, **options)
+    assert not engine.core.executor.waits_for_masks
+    answers, _ = run(engine)
+    assert answers == expected
+    recorded, steps = run(make_engine(folder, device="cuda"))
+    assert recorded == expected and "FULL" in {step.graph_mode for step in steps}

@@ -9,18 +9,14 @@ this one see the masks, as their stores came before those of the positions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from termgen.engine.device.sampling.metadata import HAS_GRAMMAR
+from termgen.engine.device.sampling.posted_masks import AwaitingRows
 from termgen.vocabulary.token_mask import IDLE_PATIENCE_S, PATIENCE_S, WITHHELD
-
-if TYPE_CHECKING:
-    from termgen.engine.device.runner.request_state import RequestState
 
 _HAS_GRAMMAR = tl.constexpr(HAS_GRAMMAR)
 _WITHHELD = tl.constexpr(WITHHELD)
@@ -80,7 +76,7 @@ def _await_kernel(
 def await_masks(
     slots: torch.Tensor,  # [B] int64, all different but for padded rows
     num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
-    state: RequestState,
+    state: AwaitingRows,
 ) -> torch.Tensor:  # [B] int64
     """Wait for the masks of the rows that sample. Returns `num_tokens`, less 1 for rows whose mask
     is late: short of their newest token, they sample nothing. Interpreted, it does not wait."""
