@@ -204,6 +204,7 @@ class _SinceStart:
     num_late_compiles: int = 0
     num_corrupted: int = 0
     num_wasted_tokens: int = 0
+    num_late_masks: int = 0
     num_dropped: int = 0
 
 
@@ -244,6 +245,12 @@ class _SinceStartCollector(Collector):
                 "Tokens that steps computed in vain: the request's end was not known yet, or its "
                 "mask was late",
                 counts.num_wasted_tokens,
+            ),
+            (
+                "engine_late_masks",
+                "Tokens of constrained answers that a step did not sample, as their masks were "
+                "late; a later step does",
+                counts.num_late_masks,
             ),
             (
                 "event_stream_dropped",
@@ -351,6 +358,7 @@ class ServerMetrics(ModelMetrics):
             self._since_start.num_late_compiles = newest.num_late_compiles
             self._since_start.num_corrupted = newest.num_corrupted
             self._since_start.num_wasted_tokens = newest.num_wasted_tokens
+            self._since_start.num_late_masks = newest.num_late_masks
             self._covered.set(newest.covered_us / 1e6)
             self._on_state(newest)
             self._on_heartbeat(newest.applied_ns)

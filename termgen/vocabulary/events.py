@@ -85,6 +85,8 @@ class StepRecord(NamedTuple):
     """On a CPU, the time after the model: logits, sampling, and waiting for masks."""
     covered_us: float = 0.0
     """Longest recent pause of the host, which more than two steps in flight cover; 0: none."""
+    num_late_masks: int = 0
+    """Since start: rows that a step did not sample, as the masks of their grammars were late."""
 
     @property
     def launched_ns(self) -> int:

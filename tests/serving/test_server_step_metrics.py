@@ -98,13 +98,14 @@ async def test_launches_are_counted_by_queue_depth_and_wasted_tokens_told() -> N
         for depth in (0, 1, 1, 7):
             record = make_step_record(queue_depth=depth, launch_us=50.0, publish_us=20.0)
             engine.bus.publish(record)
-        engine.bus.publish(make_step_record(queue_depth=7, num_wasted_tokens=5))
+        engine.bus.publish(make_step_record(queue_depth=7, num_wasted_tokens=5, num_late_masks=3))
         text = (await client.get("/metrics")).text
     assert value(text, "engine_launches_total", queue_depth="0") == 1
     assert value(text, "engine_launches_total", queue_depth="1") == 2
     assert value(text, "engine_launches_total", queue_depth="7") == 2
     assert value(text, "engine_step_seconds_sum", phase="launch") == pytest.approx(0.0002)
     assert value(text, "engine_wasted_tokens_total") == 5
+    assert value(text, "engine_late_masks_total") == 3
     assert value(text, "engine_telling_seconds_total") == pytest.approx(80e-6)
 
 

@@ -323,6 +323,15 @@ def test_batch_shows_late_compilations_as_a_fault() -> None:
     assert ("  compiled while serving: 2", "bad") in told
 
 
+def test_batch_counts_the_masks_that_came_too_late() -> None:
+    records = steps(30)
+    frame = Frame(140, 7, False)
+    assert "late masks" not in row_text(batch_panel(of_steps(records), frame, COLOUR_GLYPHS)[-1])
+    records[-1] = records[-1]._replace(num_late_masks=1200)
+    told = batch_panel(of_steps(records), frame, COLOUR_GLYPHS)[-1]
+    assert ("  late masks 1.2k", "muted") in told, told
+
+
 def test_batch_says_how_many_steps_were_queued_before_the_marked_one() -> None:
     records = steps(30)
     assert "queued" not in row_text(
