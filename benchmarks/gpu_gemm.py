@@ -48,7 +48,7 @@ def measure(model: str, gpu: Gpu) -> list[Cell]:
         products = Products(n, k, gpu, DEVICE)
         products.compile({config for configs in tried.values() for config in configs})
         for m, configs in tried.items():
-            found = search(configs, products.timer(m, configs))
+            found = search(configs, products.timer(m, configs), gpu.tie)
             cells.append(Cell(model, name, m, n, k, found))
         del products
         torch.cuda.empty_cache()

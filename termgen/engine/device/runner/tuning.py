@@ -153,7 +153,8 @@ def tune_shape(n: int, k: int, tables: TunedTables, measure: Measure) -> TunedSh
     started = time.perf_counter()
     tried = candidates_by_rows(n, k, tables.gpu)
     timer_for = measure(n, k, tried)
-    found = {rows: search(configs, timer_for(rows)) for rows, configs in tried.items()}
+    tie = tables.gpu.tie
+    found = {rows: search(configs, timer_for(rows), tie) for rows, configs in tried.items()}
     tables.write(n, k, found)
     return TunedShape(n, k, found, time.perf_counter() - started)
 

@@ -159,6 +159,15 @@ def test_cublas_stays_unless_it_is_beaten_clearly() -> None:
     assert search([A], Times([3.0 * TIE + 0.001], A=[3.0])).choice == A
 
 
+def test_kernels_that_overlap_with_others_may_be_a_little_slower_alone() -> None:
+    gpus = [Gpu("", capability, 100, 2**25, 2**17) for capability in ((8, 9), (9, 0), (10, 0))]
+    ties = [gpu.tie for gpu in gpus]
+    assert ties[0] > 1 > ties[1] == ties[2]
+    assert search([A], Times([2.95], A=[3.0]), ties[0]).choice is None
+    assert search([A], Times([2.95], A=[3.0]), ties[1]).choice == A
+    assert search([A], Times([2.85], A=[3.0]), ties[1]).choice is None
+
+
 def test_there_may_be_no_candidate_that_runs() -> None:
     for tried in ([], [A, B]):
         found = search(tried, Times([3.0], A=[math.inf], B=[math.inf]))
