@@ -36,6 +36,9 @@ from termgen.vocabulary.step import (
     StepPlan,
 )
 
+DEPTH_WITH_MASKS = 2
+"""Steps in flight while rows need masks: a third would wait for those of the second."""
+
 
 @dataclass(slots=True)
 class _InFlight:
@@ -178,7 +181,7 @@ class EngineCore:
         room = scheduler.kv.pool.num_free >= scheduler.num_running
         waits = self._inbox or len(scheduler.waiting) or scheduler.slots.num_constrained
         depth = self.run_ahead.allowed(is_wanted=room and not waits)
-        return min(depth, 2) if scheduler.slots.num_constrained else depth
+        return min(depth, DEPTH_WITH_MASKS) if scheduler.slots.num_constrained else depth
 
     def use_idle_time(self) -> bool:
         """Do one piece of deferred work; False if there is none. Call it only when idle."""

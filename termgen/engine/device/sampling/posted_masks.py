@@ -52,7 +52,9 @@ class PostedMasks:
         self._host_bits, self._host_positions = self.bits.numpy(), self.positions.numpy()
         self.given_up = torch.full((rows,), NO_MASK, dtype=torch.int64, device=device)
         """[R] position for which a kernel has waited in vain: the next step does not wait again."""
-        self._device_bits = self.bits if self.is_awaited else torch.zeros(shape).to(device).int()
+        self._device_bits = self.bits
+        if not self.is_awaited:
+            self._device_bits = torch.zeros(shape, dtype=torch.int32, device=device)
         self._news = threading.Condition()
 
     def post(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
