@@ -74,6 +74,9 @@ MAX_INTEGER_DIGITS = 200
 """Digits at most; with `MAX_EXPONENT_DIGITS` a number stays below 1e300, finite in any parser."""
 
 
+_FIRST_ROW = np.zeros(1, np.intp)
+
+
 class Grammar:
     """A `TokenGrammar`."""
 
@@ -188,7 +191,7 @@ class Matcher:
             elif matcher._withheld is not None:
                 rows.append(i)
         if rows:
-            _withhold_all(bits, np.asarray(rows), matchers[rows[0]]._withheld or ())
+            _withhold(bits, np.asarray(rows), matchers[rows[0]]._withheld or ())
         return faults
 
     def _finish(self, bits: IntArray) -> None:
@@ -201,25 +204,15 @@ class Matcher:
             assert self._numbers is not None
             self._numbers.keep_finite(self._number, bits)
         if self._withheld is not None:
-            self._withhold(bits, self._withheld)
-
-    def _withhold(self, bits: IntArray, withheld: Sequence[tuple[int, int]]) -> None:
-        before = []
-        for word, stays in withheld:  # scalars are faster than arrays of this length
-            old = int(bits[word])
-            if old & ~stays:
-                before.append((word, old))
-                bits[word] = old & stays
-        if before and not bits.any():
-            for word, old in before:
-                bits[word] = old
+            _withhold(bits[None], _FIRST_ROW, self._withheld)
 
 
-def _withhold_all(
+def _withhold(
     bits: IntArray, rows: npt.NDArray[np.intp], withheld: Sequence[tuple[int, int]]
 ) -> None:
-    """`Matcher._withhold` of several rows of bits [N, num_words], in a few calls for all of them:
-    arithmetic on each takes as long as filling it."""
+    """Clear bits of these rows of `bits` [N, num_words], unless that would leave a row empty.
+    withheld: (word, bits to keep). In a few calls for all rows: arithmetic on each takes as long as
+    filling it."""
     words, stays = (np.asarray(column, np.intp) for column in zip(*withheld, strict=True))
     before = bits[rows[:, None], words]
     after = before & stays.astype(np.int32)

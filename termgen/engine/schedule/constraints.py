@@ -79,8 +79,7 @@ class Constraints:
         for i, request, ahead in zip(rows.tolist(), requests, is_ahead, strict=True):
             if ahead and self._may_run_ahead and not grammar_of(request).is_slow:
                 continue
-            # Without its mask only a row with a token in flight may join: its token may be computed
-            # again, and a block that is rewritten must not be findable in the prefix cache.
+            # A row with slow masks would have the step wait on the device for nothing.
             if ahead or not self._has_mask(request):
                 want[i] = 0
                 self.is_late = True
@@ -245,7 +244,7 @@ def _error(request: Request, cause: BaseException | None) -> TermgenError:
 # Conflicts between a request's parameters and its grammar, which leave no token to sample.
 #
 # The device then samples a token that the mask or the parameters forbid. `Constraints` checks each
-# landed token; for the usual request without such parameters that costs three comparisons.
+# landed token of the requests that have such parameters.
 
 
 def fault_of(request: Request, answer: IntArray, mask: IntArray) -> RequestError | None:
