@@ -328,8 +328,9 @@ def test_batch_counts_the_masks_that_came_too_late() -> None:
     frame = Frame(140, 7, False)
     assert "late masks" not in row_text(batch_panel(of_steps(records), frame, COLOUR_GLYPHS)[-1])
     records[-1] = records[-1]._replace(num_late_masks=1200)
-    told = batch_panel(of_steps(records), frame, COLOUR_GLYPHS)[-1]
-    assert ("  late masks 1.2k", "muted") in told, told
+    for width in (140, 80):
+        last = batch_panel(of_steps(records), Frame(width, 7, False), COLOUR_GLYPHS)[-1]
+        assert ("  late masks 1.2k", "muted") in last, (width, last)
 
 
 def test_batch_says_how_many_steps_were_queued_before_the_marked_one() -> None:

@@ -241,7 +241,7 @@ def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_c
         missed = "no graph" if step.graph_mode == "NONE" else "no full graph"
         tail.append([(f"  {missed}: {step.graph_reason}", "muted")])
     if step.num_late_masks:
-        tail.append([(f"  late masks {count(step.num_late_masks)}", "muted")])
+        tail.insert(0, [(f"  late masks {count(step.num_late_masks)}", "muted")])
     if step.num_late_compiles:
         tail.insert(0, [(f"  compiled while serving: {step.num_late_compiles}", "bad")])
     if step.num_corrupted:
