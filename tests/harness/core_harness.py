@@ -141,7 +141,7 @@ class ScriptedHandle:
     def result(self) -> StepResult:
         self._executor.wait(self.plan)
         if not self.answer:
-            raise DeviceFailure(f"step {self.plan.step_id} was told to fail")
+            raise DeviceFailure(f"step {self.plan.step_id} was made to fail")
         return with_logprobs(self.plan, self.answer[0])
 
 
@@ -239,7 +239,7 @@ class CoreDriver:
         **params: object,
     ) -> Bearer:
         old = self._by_name.get(name)
-        assert old is None or old.ending is not None, "a name is free when its end was told"
+        assert old is None or old.ending is not None, "a name is free when its end was delivered"
         request = GenerationRequest(
             request_id=name,
             prompt_token_ids=tuple(prompt),
@@ -287,8 +287,8 @@ class CoreDriver:
             assert row == bearer.residencies[-1], "a token of a residency that is over"
             bearer.tokens.append(token)
         if news.logprobs is not None:
-            told = zip(news.logprobs.token_ids[:, 0], news.logprobs.ranks, strict=True)
-            assert [(int(slot), int(epoch)) for slot, epoch in told] == rows
+            pairs = zip(news.logprobs.token_ids[:, 0], news.logprobs.ranks, strict=True)
+            assert [(int(slot), int(epoch)) for slot, epoch in pairs] == rows
             for row in rows:
                 self._by_row[row].num_logprobs += 1
         for end in news.finished:

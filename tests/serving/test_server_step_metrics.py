@@ -92,7 +92,7 @@ async def test_steps_are_counted_by_graph_and_reason() -> None:
     assert value(text, "engine_padded_tokens_total") == 3 + 6
 
 
-async def test_launches_are_counted_by_queue_depth_and_wasted_tokens_told() -> None:
+async def test_launches_are_counted_by_queue_depth_beside_wasted_tokens_and_late_masks() -> None:
     engine = FakeEngine()
     async with app_client(engine) as client:
         for depth in (0, 1, 1, 7):

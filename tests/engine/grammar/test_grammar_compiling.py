@@ -93,7 +93,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.mark.parametrize("schema", [ENDLESS, ENDLESS_REFERENCES])
-def test_patterns_without_end_are_stopped_and_hold_up_nobody(
+def test_patterns_without_end_are_stopped_and_delay_no_request(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(grammar_module, "SLOW_CPU_S", 0.5)
@@ -341,7 +341,7 @@ def test_depth_is_compiled_or_refused_by_name(
     compiler.compile(StructuredOutputsParams(regex="innocent"))
 
 
-def test_without_processes_or_threads_whoever_asks_next_tries_again(
+def test_without_processes_or_threads_the_next_request_tries_again(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = {"type": "string", "allOf": [{"pattern": "^[a-z]+$"}, {"pattern": "b"}]}
@@ -391,7 +391,7 @@ def test_a_slow_compilation_holds_up_only_who_waits_for_it(
     assert refusal.value.param == "tools" and refusal.value.retry_after_s > 0
 
 
-def test_who_gives_up_is_told_to_come_back_and_finds_the_grammar(
+def test_a_request_that_gives_up_may_come_back_and_finds_the_grammar(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
     """It has been proven: only the machine is slow."""

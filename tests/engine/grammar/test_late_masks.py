@@ -136,7 +136,7 @@ def test_while_the_only_row_waits_for_its_mask_the_engine_listens(
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_first_mask_that_takes_long_holds_up_nobody_behind_it_in_the_queue(
+def test_a_first_mask_that_takes_long_delays_no_request_behind_it(
     make_driver: Callable[..., ConstrainedDriver], policy: str
 ) -> None:
     driver, gate = make_driver(depth=2, policy=policy), Gate()
@@ -156,7 +156,7 @@ def test_a_first_mask_that_takes_long_holds_up_nobody_behind_it_in_the_queue(
     driver.assert_drained()
 
 
-def test_whoever_waits_for_a_mask_is_looked_at_once_in_a_step(
+def test_a_request_that_waits_for_a_mask_is_looked_at_once_in_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The cost does not grow with the requests admitted behind them."""

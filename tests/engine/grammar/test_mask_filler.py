@@ -139,7 +139,7 @@ def test_masks_of_rows_that_go_on_together_are_one_job(monkeypatch: pytest.Monke
     assert sizes == [1] * 4 + [4] * 6
 
 
-def test_a_watched_row_is_told_once_whether_it_becomes_ready_before_or_after() -> None:
+def test_a_watched_row_is_returned_once_whether_it_becomes_ready_before_or_after() -> None:
     grammar = FakeGrammar(9)
     grammar.may_fill.clear()
     filler, late = MaskFiller(), GrammarState(grammar, ends_at_eos=True)

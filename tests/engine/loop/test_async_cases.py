@@ -66,7 +66,7 @@ tests/engine.
 29. No request is left, but steps are in flight:
     loop/test_async_requests.py::test_the_engine_has_work_until_every_step_in_flight_has_landed
 30. Requests end and no step follows:
-    loop/test_async_requests.py::test_endings_without_a_next_step_are_told_and_free_everything
+    loop/test_async_requests.py::test_endings_without_a_next_step_are_delivered_and_free_everything
 31. Draws for drafts and for tokens share their noise:
     device/sampling/test_sampler.py::test_seed_position_and_stream_matter
 32. A step in flight raises:

@@ -190,7 +190,7 @@ def test_the_engine_has_work_until_every_step_in_flight_has_landed(depth: int) -
 
 
 @pytest.mark.parametrize("depth", [1, 2, 8])
-def test_endings_without_a_next_step_are_told_and_free_everything(depth: int) -> None:
+def test_endings_without_a_next_step_are_delivered_and_free_everything(depth: int) -> None:
     """The device learns of the released row with the next plan, before the row is reused."""
     driver = CoreDriver(depth=depth, max_num_seqs=1)
     aborted = driver.submit("aborted", [3, 4, 5], max_tokens=60)

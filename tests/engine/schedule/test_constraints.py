@@ -41,7 +41,7 @@ def test_a_constrained_row_joins_every_step_two_of_which_are_in_flight() -> None
     # Its last token reveals the end, when the next step is already in flight.
     assert rows_by_step(driver, bound) == [True] * 9 + [False] * 11
     assert driver.executor.most_in_flight == 2
-    assert driver.executor.landed_at == [0, 0, *range(1, 19)], "somebody waited for somebody"
+    assert driver.executor.landed_at == [0, 0, *range(1, 19)], "a step waited for another one"
 
 
 def test_alone_a_constrained_row_is_never_more_than_a_step_ahead() -> None:

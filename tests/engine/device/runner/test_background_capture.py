@@ -182,7 +182,7 @@ def test_recordings_that_cannot_be_made_leave_steps_eager(
     assert reason in {s.graph_reason for s in steps}
 
 
-def test_any_other_failure_of_a_recording_is_told(tiny_model_dir: ModelDir) -> None:
+def test_any_other_failure_of_a_recording_is_raised(tiny_model_dir: ModelDir) -> None:
     fails = False
 
     def recorder(operations: Callable[[], None]) -> Callable[[], None]:

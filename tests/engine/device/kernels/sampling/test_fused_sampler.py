@@ -83,7 +83,7 @@ def test_a_row_gets_the_same_token_among_plain_rows(device: str, dtype: torch.dt
 
 
 @devices_and_dtypes
-def test_corrupt_rows_are_told_by_the_logits_of_the_model(device: str, dtype: torch.dtype) -> None:
+def test_corrupt_rows_are_found_by_the_logits_of_the_model(device: str, dtype: torch.dtype) -> None:
     """An empty row is a fault, unless the row itself hides tokens; and so is what is no number."""
     rng, vocab = random.Random(4), 300
     state = make_state(8, vocab, device)
