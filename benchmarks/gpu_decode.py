@@ -68,6 +68,8 @@ OPTION: dict[str, Any] = {
     "help": "further engine setting, such as cudagraph_mode=piecewise",
 }
 PROMPT, STEPS, WARM_STEPS = 512, 192, 16
+MOST_IDS = 100_000
+"""Token ids that prompts are drawn from, where the vocabulary is not smaller."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -121,7 +123,8 @@ def request(
 
 
 def add(engine: SyncEngine, name: int, prompt: int, output: int, **params: Any) -> None:
-    engine.add(request(name, prompt, output, 100_000, **params))
+    vocab = min(MOST_IDS, engine.model.vocab_size)
+    engine.add(request(name, prompt, output, vocab, **params))
 
 
 def drain(engine: SyncEngine) -> None:

@@ -61,6 +61,7 @@ class SimulatedGpu:
             dtype="none",
             num_blocks=simulation.num_blocks,
             block_size=16,
+            windows=(None,),
             max_model_len=config.max_model_len or 32_768,
             vocab_size=simulation.vocab_size,
             attention_backend="none",

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from made_up_models import write_config
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.system.cpu_slices import share_lock_quickly
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -100,7 +102,7 @@ class Soak:
                 await asyncio.sleep(0.01)
         core, parts = self.engine.parts.core, self.engine.parts
         scheduler = core.scheduler
-        await asyncio.wrap_future(core.call(scheduler.check_integrity))
+        await asyncio.wrap_future(core.call(partial(check_scheduler, scheduler)))
         held = {
             "requests": len(scheduler.requests),
             "blocks": scheduler.kv.pool.num_used,

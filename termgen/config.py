@@ -223,7 +223,10 @@ class EngineConfig:
         choices=KV_CACHE_DTYPES,
     )
     num_gpu_blocks_override: int | None = setting(
-        None, "number of KV blocks, for experiments", minimum=2, maximum=MAX_INT
+        None,
+        "number of KV blocks, each of one group of layers, for experiments",
+        minimum=2,
+        maximum=MAX_INT,
     )
     enable_prefix_caching: bool = setting(
         True,
@@ -280,7 +283,8 @@ class EngineConfig:
     enforce_eager: bool = setting(False, "no CUDA graphs, as --cudagraph-mode none")
     debug: bool = setting(
         False,
-        "for debugging: check at each replay of a CUDA graph that nothing it reads has moved",
+        "for debugging: check at each replay of a CUDA graph that nothing it reads has moved, and "
+        "fill the KV blocks that a request gives up with NaN",
     )
     seed: int = setting(
         0,

@@ -22,7 +22,30 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TINY_VOCAB_SIZE = 512
-TINY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral")
+TINY_FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_moe",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "muse_glimmer",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)
+TINY_MUSE_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 TINY_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<s>' + message['role'] + '\n' + message['content'] + '</s>\n' }}"
@@ -165,7 +188,12 @@ def smollm2_reference(smollm2_gguf: Path) -> Any:
 
 
 def _tiny_config(family: str, overrides: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    has_gemma4_experts = family == "gemma4_moe"
+    family = "gemma4_text" if has_gemma4_experts else family
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers has no {family}")
 
     settings: dict[str, Any] = {
         "vocab_size": TINY_VOCAB_SIZE,
@@ -186,37 +214,133 @@ def _tiny_config(family: str, overrides: dict[str, Any]) -> Any:
     if family == "qwen3":
         # Not hidden_size / num_attention_heads, as in the real Qwen3-0.6B.
         settings["head_dim"] = 32
+    if family == "gemma2":
+        # Caps that bite: scores and logits would be several times as large.
+        settings |= {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 8}
+        settings |= {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}
+        settings |= {"num_hidden_layers": 4, "tie_word_embeddings": True}
     if family == "gemma3_text":
         # The scores' factor is neither the head size's nor the hidden size's, as in Gemma 3 27B.
         settings |= {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 8}
         settings |= {"num_hidden_layers": 4, "sliding_window_pattern": 3}
+    if family in ("gemma3n_text", "gemma4_text"):
+        is_4 = family == "gemma4_text"
+        settings |= _gemma4_settings(has_gemma4_experts) if is_4 else _gemma3n_settings()
     if family == "qwen3_moe":
         settings.update(head_dim=32, num_experts=8, num_experts_per_tok=3)
         settings.update(moe_intermediate_size=40, norm_topk_prob=True)
+    if family == "gpt_oss":
+        # A clamp that bites, and a window beside which sinks weigh much.
+        settings.update(head_dim=16, num_local_experts=6, num_experts_per_tok=3)
+        settings.update(sliding_window=8, num_hidden_layers=3)
+        if hasattr(CONFIG_MAPPING[family], "swiglu_limit"):  # fixed at 7 in older releases
+            settings["swiglu_limit"] = 0.5
+    if family in ("qwen3_5_moe_text", "qwen3_next"):
+        settings.update(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40)
+        settings["shared_expert_intermediate_size"] = 48
+    if family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
+        # A quarter of each head is rotated; a key head serves two value heads.
+        settings |= {"head_dim": 32, "num_hidden_layers": 4}
+        settings |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        settings |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
     if family == "mixtral":
         settings.update(num_local_experts=4, num_experts_per_tok=2)
+    if family == "muse_glimmer":
+        # A cap that bites, and epsilons that weigh; layers with a window around one without.
+        settings |= {"head_dim": 32, "num_hidden_layers": 6, "sliding_window": 8}
+        settings |= {"qk_scale_factor": 1.7, "output_multiplier": 0.6, "post_norm_eps": 0.3}
+        settings |= {"final_logit_softcapping": 3.0, "rms_norm_eps": 0.05}
+        settings |= overrides
+        overrides = {
+            "tie_word_embeddings": settings["tie_word_embeddings"],
+            "text_config": settings,
+            "vision_config": TINY_MUSE_VISION,
+            "out_hidden_size": 4 * TINY_MUSE_VISION["hidden_size"],
+            "projector_hidden_size": 24,
+        }
+        settings = {}
     return AutoConfig.for_model(family, **{**settings, **overrides})
+
+
+def _gemma3n_settings() -> dict[str, Any]:
+    kinds = ["sliding_attention"] * 2 + ["full_attention"]
+    return {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 7,
+        "num_kv_shared_layers": 3,
+        "layer_types": [*kinds, *kinds, kinds[0]],
+        "intermediate_size": [112, 112, 80, 112, 112, 144, 112],
+        "activation_sparsity_pattern": [0.7, 0.8, 0.0, 0.0, 0.6, 0.0, 0.0],
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": TINY_VOCAB_SIZE - 100,  # the last tokens have no row
+        "laurel_rank": 8,
+        "final_logit_softcapping": 3.0,
+    }
+
+
+def _gemma4_settings(has_experts: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8}
+    settings["tie_word_embeddings"] = True
+    kinds = ["sliding_attention"] * 2 + ["full_attention"]
+    if has_experts:  # as the large models, with fewer key heads where there is no window
+        settings |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        settings |= {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3}
+        settings |= {"moe_intermediate_size": 40, "hidden_size_per_layer_input": 0}
+        settings |= {"num_hidden_layers": 5, "layer_types": kinds + kinds[1:]}
+    else:  # as the small models, whose last layers read what earlier ones stored
+        settings |= {"num_hidden_layers": 8, "num_kv_shared_layers": 3}
+        settings |= {"hidden_size_per_layer_input": 16, "use_double_wide_mlp": True}
+        settings |= {"vocab_size_per_layer_input": TINY_VOCAB_SIZE}
+        settings |= {"layer_types": [*kinds, *kinds, *kinds[1:]]}
+        settings |= {"final_logit_softcapping": 3.0}
+    return settings
 
 
 def _save_tiny_model(
     folder: Path, family: str, overrides: dict[str, Any], max_shard_size: str
 ) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    from reference_model import model_class
 
+    config = _tiny_config(family, overrides)
     with torch.random.fork_rng():
         torch.manual_seed(20)
-        model = AutoModelForCausalLM.from_config(
-            _tiny_config(family, overrides), dtype=torch.float32
-        )
+        model = model_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Zeros and ones at first, which would hide an omission or a swap.
                 if name.endswith("bias"):
                     parameter.normal_(std=0.3)
+                elif name.endswith("sinks"):
+                    parameter.normal_(std=2.0)
+                elif name.endswith("A_log"):
+                    parameter.uniform_(0.01, 0.5).log_()  # states that last
+                elif name.endswith("conv1d.weight"):
+                    parameter.normal_(std=0.5)
+                elif name.endswith("modality_router.weight"):
+                    parameter.normal_(std=4.0)  # its input is divided by the hidden size
+                elif name.endswith("_coefs.weight"):
+                    parameter.normal_(std=0.3)
+                elif name.endswith("scale"):
+                    parameter.uniform_(0.5, 2.0)
                 elif "norm" in name:
-                    # Gemma's weights are offsets from one.
-                    parameter.uniform_(0.6, 1.4).sub_(1.0 if "gemma" in family else 0.0)
+                    # Weights of the norms of these families are offsets from one, of Muse's and
+                    # Qwen3.5's with exceptions.
+                    is_offset = family in ("gemma2", "gemma3_text") or (
+                        "muse" in family and name.endswith("layernorm.weight")
+                    )
+                    is_offset |= family.startswith(("qwen3_5", "qwen3_next"))
+                    is_offset &= not name.endswith("linear_attn.norm.weight")
+                    parameter.uniform_(0.6, 1.4).sub_(1.0 if is_offset else 0.0)
+                    if family.startswith(("gemma3n", "gemma4")) and ".q_norm" in name:
+                        # Scores have no other factor, and a softmax of large ones magnifies errors.
+                        parameter.mul_(0.15)
+            for name, buffer in model.named_buffers():
+                if name.endswith("layer_scalar"):
+                    buffer.uniform_(0.5, 1.2)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.errors import ConfigError
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ def greedy(
         for delta in engine.step():
             assert delta.error is None, delta.error
             outputs[int(delta.request_id)] += delta.token_ids
-        engine.core.scheduler.check_integrity()
+        check_scheduler(engine.core.scheduler)
     return outputs
 
 

@@ -271,7 +271,8 @@ def new_parser(tools: Tools, prompt_ids: Sequence[int] = ()) -> CallParser:
     answer."""
     names = frozenset(function.name for function in tools.functions)
     if tools.format.new_parser is not None and not tools.is_formed:
-        return DeclaredParser(tools.format.new_parser(prompt_ids), reads_calls=tools.may_call)
+        parser = tools.format.new_parser(prompt_ids, tools.shown)
+        return DeclaredParser(parser, reads_calls=tools.may_call)
     return StyleParser(tools.format.style, names)
 
 
@@ -287,6 +288,8 @@ def show_tools(
     results become text.
     """
     if tool_format.knows_tools:
+        if tool_format.joins_results:
+            messages = _with_results(messages)
         return tuple(messages), {"tools": list(tools.shown)} if tools.shown else {}
     texts = [_as_text(message) for message in messages]
     if tools.shown:
@@ -296,6 +299,35 @@ def show_tools(
         else:
             texts.insert(0, {"role": "system", "content": preamble})
     return tuple(texts), {}
+
+
+def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the results of calls in the messages that made these. A result of no such
+    call stays a message."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if message["role"] != "tool" or not last.get("tool_calls"):
+            joined.append(message)
+            continue
+        results = [*last.get("tool_responses", ()), _result(message, last["tool_calls"])]
+        joined[-1] = {**last, "tool_responses": results}
+    return joined
+
+
+def _result(message: dict[str, Any], calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A result as templates take it: an object, if its text is one."""
+    call_id = message.get("tool_call_id")
+    name = next((call["function"]["name"] for call in calls if call.get("id") == call_id), None)
+    response = message["content"]
+    try:
+        decoded = json.loads(response)
+    except (TypeError, ValueError):
+        decoded = None
+    return {
+        "name": name or message.get("name") or calls[0]["function"]["name"],
+        "response": decoded if isinstance(decoded, dict) else response,
+    }
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,21 @@ def build_parser() -> FlagParser:
     pull.set_defaults(run="pull")
 
     _add_tune(commands)
+    _add_trace(commands)
     return parser
+
+
+def _add_trace(commands: Any) -> None:
+    text = "write a recording of `termgen top --record` as a trace, which Perfetto opens"
+    trace = commands.add_parser("trace", help=text, description=text)
+    trace.add_argument("recording", metavar="FILE", help="the recording")
+    trace.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="the trace, gzipped JSON (default: beside the recording, as NAME.trace.json.gz)",
+    )
+    trace.set_defaults(run="trace")
 
 
 def _add_tune(commands: Any) -> None:

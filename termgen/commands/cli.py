@@ -310,6 +310,12 @@ def tune_command(args: argparse.Namespace) -> int:
     return tune_model(args.model, again=args.again, in_background=args.background)
 
 
+def trace_command(args: argparse.Namespace) -> int:
+    from termgen.commands.trace_command import run_trace
+
+    return run_trace(Path(args.recording), Path(args.output) if args.output else None)
+
+
 def _need_terminal(command: str, instead: str) -> None:
     if os.environ.get("TEXTUAL_DRIVER"):
         return  # textual-serve shows the screen in a browser and connects to it by pipes
@@ -340,6 +346,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "models": models_command,
     "pull": pull_command,
     "tune": tune_command,
+    "trace": trace_command,
     "themes": themes_command,
     "keys": keys_command,
 }

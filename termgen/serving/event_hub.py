@@ -90,6 +90,7 @@ def _same(new: EngineSnapshot, old: EngineSnapshot) -> bool:
         "requests",
         "block_states",
         "block_owners",
+        "block_groups",
         "evicted_blocks",
         "cpu_s",
         "resident_bytes",
@@ -102,7 +103,9 @@ def _same(new: EngineSnapshot, old: EngineSnapshot) -> bool:
     ):
         return False
     return not (
-        (new.block_states != old.block_states).any() or (new.block_owners != old.block_owners).any()
+        (new.block_states != old.block_states).any()
+        or (new.block_owners != old.block_owners).any()
+        or (new.block_groups != old.block_groups).any()
     )
 
 

@@ -23,7 +23,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from termgen.serving.request_metrics import ModelMetrics, RequestMetrics
-from termgen.vocabulary.events import EngineEvent, EngineSnapshot, StepRecord
+from termgen.vocabulary.events import EngineEvent, EngineSnapshot, StateView, StepRecord
 from termgen.vocabulary.grammar_times import BOUNDS_S, GrammarTotals
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.startup_phases import StartupPhase
@@ -201,6 +201,7 @@ class _SinceStart:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     num_preemptions: int = 0
+    states: StateView | None = None
     num_late_compiles: int = 0
     num_corrupted: int = 0
     num_wasted_tokens: int = 0
@@ -258,9 +259,19 @@ class _SinceStartCollector(Collector):
                 counts.num_dropped,
             ),
         ):
-            family = CounterMetricFamily(f"termgen_{name}", help_text, labels=["model"])
-            family.add_metric([self._model], value)
-            yield family
+            yield self._counter(name, help_text, value)
+        if (states := counts.states) is not None:
+            what = "copies of recurrent layers' states as prefixes"
+            yield self._counter("state_copies_made", f"Made {what}", states.num_made)
+            yield self._counter(
+                "state_copies_used", f"Requests that started from {what}", states.num_used
+            )
+            yield self._counter("state_copies_evicted", f"Evicted {what}", states.num_evicted)
+
+    def _counter(self, name: str, help_text: str, value: int) -> Metric:
+        family = CounterMetricFamily(f"termgen_{name}", help_text, labels=["model"])
+        family.add_metric([self._model], value)
+        return family
 
 
 class ServerMetrics(ModelMetrics):
@@ -382,6 +393,7 @@ class ServerMetrics(ModelMetrics):
 
     def on_snapshot(self, snapshot: EngineSnapshot) -> None:
         self._is_paused = snapshot.paused
+        self._since_start.states = snapshot.states
         self._on_state(snapshot)
         self._on_heartbeat(max(snapshot.time_ns, snapshot.last_progress_ns))
         self.paused.set(snapshot.paused)

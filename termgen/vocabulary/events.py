@@ -94,6 +94,64 @@ class StepRecord(NamedTuple):
         return self.submitted_ns + round(self.launch_us * 1e3)
 
 
+class HitLimit(enum.Enum):
+    """What ended a hit."""
+
+    OFF = enum.auto()
+    """There is no prefix cache."""
+    LOGPROBS = enum.auto()
+    """The request needs the logits of its whole prompt."""
+    LAST_TOKEN = enum.auto()
+    """Nothing: all blocks in front of the last token were found."""
+    KEYS = enum.auto()
+    """No cached block continues the text."""
+    WINDOW = enum.auto()
+    """A group with a window lacks blocks of it."""
+    STATES = enum.auto()
+    """No copy of the recurrent layers' states."""
+
+
+class PrefixHit(NamedTuple):
+    """What one request found. Each kind of layers was asked for what those before it had: layers
+    that keep all tokens, layers with windows, recurrent layers."""
+
+    num_tokens: int = 0
+    limit: HitLimit = HitLimit.OFF
+    asked: int = 0
+    """Tokens up to which the kind of layers that ended the hit was asked."""
+    window: int = 0
+    """Window of the layers that ended the hit, if they have one."""
+    ends: tuple[tuple[str, int], ...] = ()
+    """(kind, tokens that it had of those asked for); empty for layers that all keep all."""
+
+    @property
+    def reason(self) -> str:
+        """What ended it, in one line."""
+        end, asked = f"{self.num_tokens:,}", f"{self.asked:,}"
+        match self.limit:
+            case HitLimit.OFF:
+                return "the prefix cache is off"
+            case HitLimit.LOGPROBS:
+                return "log-probabilities of the prompt are asked for, so all of it is computed"
+            case HitLimit.LAST_TOKEN if not self.asked:
+                return "no full block lies before the last token"
+            case HitLimit.LAST_TOKEN:
+                return f"all blocks before the last token were found, {asked} tokens"
+            case HitLimit.KEYS if not self.num_tokens:
+                return "no cached block begins with these tokens"
+            case HitLimit.KEYS:
+                return f"no cached block continues after token {end}"
+            case HitLimit.WINDOW:
+                return f"the window of {self.window:,} before token {asked} is not all cached"
+        between = f"between tokens {end} and {asked}" if self.num_tokens else f"up to token {asked}"
+        return f"no copy of the states {between}"
+
+    def __str__(self) -> str:
+        """How far each kind had what was asked for, and the reason."""
+        parts = ", ".join(f"{kind} up to {end:,}" for kind, end in self.ends)
+        return f"{parts}; {self.reason}" if parts else self.reason
+
+
 class RequestEventKind(enum.StrEnum):
     QUEUED = "queued"
     SCHEDULED = "scheduled"
@@ -112,7 +170,8 @@ class RequestEvent(NamedTuple):
     num_output_tokens: int
     num_cached_tokens: int
     detail: str = ""
-    """Finish reason, reason for a preemption, or sampling parameters of a queued request."""
+    """Finish reason, reason for a preemption, sampling parameters of a queued request, or what a
+    scheduled one found in the prefix cache and what ended that: see `PrefixHit`."""
 
 
 EngineEvent = StepRecord | RequestEvent
@@ -188,6 +247,24 @@ class BlockState(enum.IntEnum):
     """Block 0, the padding target."""
 
 
+class StateView(NamedTuple):
+    """Copies of the states of recurrent layers, in the prefix cache. The states themselves lie at
+    the rows of running requests."""
+
+    num_places: int
+    num_free: int
+    """Places without a copy."""
+    num_copies: int
+    """Copies that a request can start from; the rest are of tokens that the host does not know
+    yet."""
+    num_made: int
+    """Since start, like the two that follow."""
+    num_used: int
+    """Requests that started from a copy."""
+    num_evicted: int
+    """Copies whose place was given to a new one."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """One request for a screen."""
@@ -254,3 +331,7 @@ class EngineSnapshot:
     """CPU time of the engine's process, all cores together."""
     resident_bytes: int = 0
     """Resident memory of the engine's process; 0 if unknown."""
+    states: StateView | None = None
+    """None for models without recurrent layers, or without a prefix cache."""
+    block_groups: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    """[num_blocks] the group of layers that used each block last; empty if there is one group."""

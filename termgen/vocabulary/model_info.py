@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from termgen.vocabulary.cache_groups import CacheGroup
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.startup_phases import StartupPhase
 from termgen.vocabulary.tool_format import ToolFormat
@@ -51,3 +52,5 @@ class ModelInfo:
     """CPU threads that run the model; 0 on a GPU, or if unknown."""
     num_cores: int = 0
     """Cores that the engine's process may use; 0: unknown."""
+    cache_groups: tuple[CacheGroup, ...] = ()
+    """Groups of layers with a block table each; empty: unknown (a remote server)."""

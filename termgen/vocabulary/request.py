@@ -6,11 +6,13 @@ import enum
 import hashlib
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from termgen.errors import RequestError
+from termgen.vocabulary.events import PrefixHit
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.token_mask import GrammarState, TokenGrammar
 
@@ -39,6 +41,22 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class TurnEnds(NamedTuple):
+    """Numbers of tokens at the start of a chat's prompt that prompts of other turns may share; 0:
+    not known. A prompt without a chat has none."""
+
+    last: int = 0
+    """Up to the last message's end: without what asks for the answer, which is often not in the
+    next prompt."""
+    question: int = 0
+    """Up to the end of the last message of a user, behind which an answer's thoughts and tool calls
+    follow: thoughts are often not in the prompt of the next question."""
+    previous: int = 0
+    """Up to the end of the message before the last: what another last message shares."""
+    system: int = 0
+    """The system prompt and the tools: what another conversation shares."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One request as a front end submits it, already tokenised and validated."""
@@ -58,6 +76,8 @@ class GenerationRequest:
     block_hashes: tuple[bytes, ...] = field(default=(), repr=False, compare=False)
     """Prefix-cache hashes of the prompt's first full blocks, computed here to save time on the
     engine thread, which computes the rest."""
+    turn_ends: TurnEnds = TurnEnds()
+    """Known for chats with models whose states are copied there."""
     prompt: IntArray = field(init=False, repr=False, compare=False)
     """The ids as an array, built here to save time on the engine thread."""
 
@@ -106,8 +126,11 @@ class Request:
     slot: int = -1
     epoch: int = -1
     block_hashes: list[bytes] = field(default_factory=list)
+    turn_ends: TurnEnds = TurnEnds()
     num_cached_tokens: int = 0
     """Prefix-cache hits, in tokens, when the request was first scheduled."""
+    hit: PrefixHit = PrefixHit()
+    """What it found when it was last given a slot."""
     num_preemptions: int = 0
     first_scheduled_ns: int = 0
     finish_reason: FinishReason | None = None

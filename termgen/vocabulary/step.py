@@ -49,6 +49,8 @@ class AddedRow:
     seed: int
     has_grammar: bool = False
     """Every step in which the row samples needs a mask; `StepPlan.constrained` lists the row."""
+    state_place: int = -1
+    """Where a copy of the states that have taken up the computed tokens lies; -1: nowhere."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be completed."""
 
@@ -88,7 +90,7 @@ class SamplingNeeds(NamedTuple):
 class StepPlan(NamedTuple):
     """One step's work. Arrays are read-only; rows are in batch order.
 
-    Applied in this order: release rows, add rows, append blocks, compute.
+    Applied in this order: release rows, add rows, append blocks, copy states, compute.
     """
 
     step_id: int
@@ -114,6 +116,14 @@ class StepPlan(NamedTuple):
     block_ids: IntArray
     """[num_new_blocks] physical block."""
     sampling: SamplingNeeds
+    block_groups: IntArray | None = None
+    """[num_new_blocks] group of layers whose block table it extends; None: the first for all."""
+    copied_slots: IntArray | None = None
+    """[num_copies] rows whose recurrent states are copied before they go on; None: of none."""
+    copy_places: IntArray | None = None
+    """[num_copies] where the copies go."""
+    given_up: IntArray | None = None
+    """Only while debugging: blocks that rows have given up, to be spoilt before the step."""
     constrained: IntArray | None = None
     """[num_constrained] rows that sample under a grammar: masks follow while the model runs."""
     prompt_spans: tuple[PromptSpan, ...] = ()
@@ -211,6 +221,9 @@ class DeviceInfo:
     dtype: str
     num_blocks: int
     block_size: int
+    windows: tuple[int | None, ...]
+    """Per group of layers with a block table of its own, how many of the last tokens it keeps;
+    None: all."""
     max_model_len: int
     vocab_size: int
     attention_backend: str
@@ -230,6 +243,11 @@ class DeviceInfo:
     """Cores that this process may use."""
     quantization: str | None = None
     """How the weights are stored; None: in the dtype."""
+    state_places: int = 0
+    """Copies of the states of recurrent layers that the device has room for, behind those of its
+    rows; 0 for models without such layers."""
+    layers: tuple[int, ...] = ()
+    """Number of layers of each group."""
     num_untuned: int = 0
     """Shapes of weights whose products were not measured on this GPU, and can be."""
 

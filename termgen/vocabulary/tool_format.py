@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,16 @@ class ResponseParser(Protocol):
     def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]: ...
 
 
+class NewParser(Protocol):
+    """Factory of response parsers."""
+
+    def __call__(
+        self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> ResponseParser:
+        """prompt_ids: a prompt that may begin the answer, e.g. with `<think>`. tools: as templates
+        get them; their schemas say what arguments without quotes stand for."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """Tool-call syntax of one model."""
@@ -40,9 +50,11 @@ class ToolFormat:
     """The chat template shows tools to the model."""
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     """Ids of the style's markers that are special tokens, which text usually omits."""
-    new_parser: Callable[[Sequence[int]], ResponseParser] | None = None
-    """Factory of the parser, if the model declares how its responses are parsed; `style` is then
-    that of forced calls. Takes the prompt's token ids, as a prompt may begin the answer, e.g. with
-    `<think>`."""
+    new_parser: NewParser | None = None
+    """Set if it is declared how the model's responses are parsed; `style` is then that of forced
+    calls."""
     template_variables: tuple[str, ...] | None = None
     """Names that every chat template of the model reads; None if unknown."""
+    joins_results: bool = False
+    """The chat template takes the results of calls as `tool_responses` of the message with the
+    calls, not as messages of a role of their own."""

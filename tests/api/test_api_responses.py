@@ -76,7 +76,7 @@ def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
         fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(wanted.grammar))
         assert bool(fault) == is_refused, fault
     # A model whose own parser reads its calls: nothing can be enforced, so nothing is promised.
-    declared = ToolFormat(knows_tools=True, new_parser=lambda _: None)  # type: ignore[arg-type, return-value]
+    declared = ToolFormat(knows_tools=True, new_parser=lambda *_: None)  # type: ignore[arg-type, return-value]
     context = {**CONTEXT, "tool_format": declared}
     asked = responses_input.parse_responses({"input": "hi", "tools": given[:1]}, **context)
     assert not asked.echo["tools"][0]["strict"] and not asked.chat.tools.functions[0].strict

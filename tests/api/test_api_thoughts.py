@@ -43,7 +43,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type":
 
 def context(template: dict[str, Any] = TEMPLATE) -> dict[str, Any]:
     declared = ToolFormat(
-        knows_tools=True, new_parser=lambda _: ResponseParser(template, prefix="")
+        knows_tools=True, new_parser=lambda *_: ResponseParser(template, prefix="")
     )
     return {"model": "m", "defaults": {}, "tool_format": declared}
 
@@ -206,7 +206,7 @@ NOT_OPENED = "<user><think>?<assistant>"
 def opening(prompts: list[Sequence[int]]) -> dict[str, Any]:
     """A parser whose prefix is the prompt as characters; `prompts` collects the prompts it gets."""
 
-    def new(prompt_ids: Sequence[int]) -> ResponseParser:
+    def new(prompt_ids: Sequence[int], tools: Any = ()) -> ResponseParser:
         prompts.append(prompt_ids)
         return ResponseParser(TEMPLATE, prefix="".join(map(chr, prompt_ids)))
 

@@ -138,7 +138,7 @@ def test_a_parser_that_the_model_declares() -> None:
             "content": {},
         },
     }
-    declared = ToolFormat(new_parser=lambda _: ResponseParser(template, prefix=""))
+    declared = ToolFormat(new_parser=lambda *_: ResponseParser(template, prefix=""))
     tools = chat(declared, tools=[F]).tools
     assert tools.needs_special_tokens
     text = '<think>Hm.</think>So: <call:f>{"x": [1, "é"]}</call><call:g>{}</call>'

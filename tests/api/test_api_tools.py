@@ -90,6 +90,32 @@ def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
     assert prompt.messages[0]["content"].startswith("Be brief.\n\nYou may call")
 
 
+def test_results_join_their_calls_where_the_template_wants_them_there() -> None:
+    calls = [
+        {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}},
+        {"id": "2", "function": {"name": "g.h", "arguments": "{}"}},
+    ]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": '{"b": [true]}', "tool_call_id": "2"},
+        {"role": "tool", "content": "[2]", "tool_call_id": "1"},
+        {"role": "assistant", "content": "Two."},
+    ]
+    joining = ToolFormat(knows_tools=True, joins_results=True)
+    prompt = chat(joining, messages=messages, tools=[F, G]).job.prompt
+    assert isinstance(prompt, ChatPrompt) and prompt.template_kwargs == {"tools": [F, G]}
+    user, assistant, last = prompt.messages
+    assert user == messages[0] and last == messages[4]
+    assert assistant["tool_responses"] == [
+        {"name": "g.h", "response": {"b": [True]}},
+        {"name": "f", "response": "[2]"},
+    ]
+    assert [call["function"]["name"] for call in assistant["tool_calls"]] == ["f", "g.h"]
+    plain = chat(ToolFormat(knows_tools=True), messages=messages, tools=[F, G]).job.prompt
+    assert isinstance(plain, ChatPrompt) and len(plain.messages) == 5
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -214,7 +214,7 @@ async def test_thoughts_come_to_clients_as_such() -> None:
     parsing = pytest.importorskip("transformers.utils.chat_parsing")
     fields = {"reasoning_content": {"open": "<think>", "close": "</think>"}, "content": {}}
     template = {"start_anchor": "<assistant>", "fields": fields}
-    declared = ToolFormat(new_parser=lambda _: parsing.ResponseParser(template, prefix=""))
+    declared = ToolFormat(new_parser=lambda *_: parsing.ResponseParser(template, prefix=""))
     script = Script(pieces=("<think>", "A ", "river?", "</think>", "The ", "Rhine."))
     model = make_model_info(tool_format=declared)
     async with anthropic_client(FakeEngine(model=model, script=script)) as client:

@@ -8,9 +8,17 @@ from collections.abc import Sequence
 import torch
 from paged_model import CPU, BlockPool, Row, nan_cache
 
-from termgen.engine.device.attention.base import AttentionBackend, AttentionShape
+from termgen.engine.device.attention.base import (
+    SINKS,
+    SOFTCAP,
+    UNEQUAL_LAYERS,
+    AttentionBackend,
+    AttentionForm,
+    AttentionShape,
+)
 from termgen.engine.device.attention.reference import paged_attention
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
+from termgen.engine.device.kernels.kv_cache import fill_with_nan
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -34,10 +42,21 @@ class AttentionCase:
         windows: tuple[int | None, ...] = (None,),
         max_num_seqs: int | None = None,
         max_num_tokens: int | None = None,
+        softcap: float | None = None,
+        sinks: Sequence[float] | None = None,
+        scale: float | None = None,
+        num_parts: int = 1,
+        part: int = 0,
     ) -> None:
+        """num_parts: layers to a page of the cache, of which this one has that `part`."""
         generator = torch.Generator().manual_seed(seed)
         self.rows = [Row(key, computed, [0] * new) for key, (computed, new) in enumerate(rows)]
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.softcap = softcap
+        self.sinks = None if sinks is None else torch.tensor(sinks, device=device)
+        needs = {SOFTCAP} if softcap is not None else set()
+        needs |= {SINKS} if sinks is not None else set()
+        needs |= {UNEQUAL_LAYERS} if num_parts > 1 else set()
         num_blocks = 2 + sum(-(-(c + n) // block_size) for c, n in rows)
         self.pool = BlockPool(num_blocks, block_size, seed)
         self.metadata, _ = self.pool.metadata(self.rows, device)
@@ -63,6 +82,7 @@ class AttentionCase:
             dtype=dtype,
             kv_cache_dtype=kv_dtype,
             device=device,
+            needs=frozenset(needs),
         )
         self.backend = backend(self.shape)
         self.cache = nan_cache(
@@ -73,6 +93,8 @@ class AttentionCase:
             head_dim=head_dim,
             dtype=kv_dtype,
             device=device,
+            num_parts=num_parts,
+            part=part,
         )
         for row, key, value in zip(self.rows, self.keys, self.values, strict=True):
             table = self.pool.tables[row.key]
@@ -80,6 +102,13 @@ class AttentionCase:
                 block, offset = table[position // block_size], position % block_size
                 self.cache[block, offset, 0] = key[position]
                 self.cache[block, offset, 1] = value[position]
+
+    def give_up_unseen(self, window: int) -> None:
+        """Fill the blocks that no query of this step sees with NaN."""
+        for row in self.rows:
+            num_unseen = max(0, row.computed - window + 1) // self.pool.block_size
+            for block in self.pool.tables[row.key][:num_unseen]:
+                fill_with_nan(self.cache, torch.tensor([block], device=self.cache.device))
 
     def run(
         self,
@@ -91,8 +120,7 @@ class AttentionCase:
             torch.cat(self.queries),
             self.cache,
             self.metadata,
-            scale=self.scale,
-            sliding_window=sliding_window,
+            AttentionForm(self.scale, sliding_window, self.softcap, self.sinks),
         )
 
     def expected(self, *, sliding_window: int | None = None) -> torch.Tensor:
@@ -112,7 +140,13 @@ class AttentionCase:
                 k = keys[:, head // group_size].double()
                 v = values[:, head // group_size].double()
                 scores = queries[:, head].double() @ k.T * self.scale
-                out[:, head] = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+                if self.softcap is not None:
+                    scores = self.softcap * (scores / self.softcap).tanh()
+                weights = scores.exp().masked_fill(~seen, 0.0)
+                total = weights.sum(-1, keepdim=True)
+                if self.sinks is not None:
+                    total = total + self.sinks[head].double().exp()
+                out[:, head] = weights / total @ v
             results.append(out)
         return torch.cat(results)
 
@@ -127,6 +161,8 @@ class AttentionCase:
             metadata.query_start_loc,
             scale=self.scale,
             sliding_window=sliding_window,
+            softcap=self.softcap,
+            sinks=self.sinks,
         )
 
     def check(self, *, sliding_window: int | None = None) -> None:

@@ -147,6 +147,61 @@ MISTRAL = """\
 {%- endfor %}
 """
 
+QWEN3_5 = """\
+{%- set ns = namespace(last_query=messages | length - 1, searching=true) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.searching and message.role == 'user' %}
+        {%- set ns.searching = false %}
+        {%- set ns.last_query = messages | length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.searching %}{{- raise_exception('No user query found in messages.') }}{%- endif %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n\\nYou have these functions:\\n\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\n\\nCall one by <tool_call>\\n<function=name>...</function>\\n</tool_call>' }}
+    {%- if messages[0].role == 'system' %}
+        {{- '\\n\\n' + messages[0].content | trim }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content | trim + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + message.content | trim + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last_query and message.reasoning_content %}
+            {{- '<think>\\n' + message.reasoning_content | trim + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- message.content | trim }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for name, value in call.function.arguments | items %}
+                {{- '<parameter=' + name + '>\\n' }}
+                {{- value if value is string else value | tojson }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- else %}
+        {{- '<think>\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL}
 
 SPECIAL = (

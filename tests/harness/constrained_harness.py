@@ -18,7 +18,7 @@ from scripted_device import VOCAB, ScriptedDevice, next_token
 
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.schedule.slot_table import SlotTable
-from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.request import GenerationRequest, TurnEnds
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import CORRUPT_TOKEN
 from termgen.vocabulary.token_mask import (
@@ -163,6 +163,8 @@ class ConstrainedDriver(CoreDriver):
             max_num_seqs=len(old.rows),
             max_model_len=old.token_ids.shape[1],
             stops=old.stops,
+            windows=old.windows,
+            state_places=old.state_places,
         )
 
     def constrain(
@@ -174,6 +176,7 @@ class ConstrainedDriver(CoreDriver):
         bad: tuple[tuple[int, ...], ...] = (),
         priority: int = 0,
         salt: str | None = None,
+        turn_ends: TurnEnds | None = None,
         **params: object,
     ) -> Bearer:
         """bad: a token that the device should leave out, and does not."""
@@ -185,6 +188,7 @@ class ConstrainedDriver(CoreDriver):
             bad_token_ids=bad,
             priority=priority,
             cache_salt=salt,
+            turn_ends=turn_ends or TurnEnds(),
         )
         bearer = self._by_name[name] = Bearer(request)
         self.bearers.append(bearer)

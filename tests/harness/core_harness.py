@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from fake_executor import make_core
+from scheduler_harness import make_states
 from scripted_device import VOCAB, DeviceFailure, ScriptedDevice, next_token
 
-from termgen.vocabulary.request import FinishReason, GenerationRequest
+from termgen.engine.schedule.invariants import check_scheduler
+from termgen.vocabulary.request import FinishReason, GenerationRequest, TurnEnds
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import (
     DeviceInfo,
@@ -43,6 +45,8 @@ class ScriptedExecutor:
 
     def __init__(self, device: ScriptedDevice) -> None:
         self.device = device
+        # A recurrent device computes no token twice, so masks are there before the step.
+        self.waits_for_masks = not device.state_places
         self.plans: list[StepPlan] = []
         self.landed_at: list[int] = []
         """Number of landed steps at each plan's submission."""
@@ -76,8 +80,6 @@ class ScriptedExecutor:
         self._waiting.append(handle)
         return handle
 
-    waits_for_masks = True
-
     def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
         self.device.post_masks(slots, positions, bits)
 
@@ -91,8 +93,10 @@ class ScriptedExecutor:
             self._blocks[slot] = set()
         new = set()
         places = (plan.block_slots.tolist(), plan.block_positions.tolist(), plan.block_ids.tolist())
-        for slot, position, block in zip(*places, strict=True):
-            self._blocks[slot].add(block)
+        groups = [0] * len(places[0]) if plan.block_groups is None else plan.block_groups.tolist()
+        for group, slot, position, block in zip(groups, *places, strict=True):
+            if self.device.windows[group] is None:  # others' are given up while steps may read them
+                self._blocks[slot].add(block)
             if position >= added.get(slot, 0):  # blocks before these are shared prefixes
                 new.add(block)
         for other, touched in zip(self.in_flight, self._touched[self.num_landed :], strict=True):
@@ -199,6 +203,8 @@ class CoreDriver:
         max_num_batched_tokens: int = 64,
         policy: str = "fcfs",
         run_ahead_ms: float = 0.0,
+        windows: tuple[int | None, ...] = (None,),
+        state_places: int = 0,
     ) -> None:
         device = ScriptedDevice(
             num_blocks=num_blocks,
@@ -206,6 +212,8 @@ class CoreDriver:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             stops=stops,
+            windows=windows,
+            state_places=state_places,
         )
         self.depth = depth
         self.eos = eos
@@ -223,6 +231,8 @@ class CoreDriver:
             policy=policy,
             eos=eos,
             run_ahead_ms=run_ahead_ms,
+            windows=windows,
+            states=make_states(block_size, max_num_seqs, state_places),
         )
         self.scheduler = self.core.scheduler
         self.bearers: list[Bearer] = []
@@ -236,6 +246,7 @@ class CoreDriver:
         *,
         priority: int = 0,
         salt: str | None = None,
+        turn_ends: TurnEnds | None = None,
         **params: object,
     ) -> Bearer:
         old = self._by_name.get(name)
@@ -246,6 +257,7 @@ class CoreDriver:
             params=SamplingParams(**params),  # type: ignore[arg-type]
             priority=priority,
             cache_salt=salt,
+            turn_ends=turn_ends or TurnEnds(),
         )
         bearer = self._by_name[name] = Bearer(request)
         self.bearers.append(bearer)
@@ -263,7 +275,7 @@ class CoreDriver:
         worked = self.core.step()
         if self.executor.breach is not None:
             raise self.executor.breach
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return worked
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -329,7 +341,7 @@ class CoreDriver:
 
     def assert_drained(self) -> None:
         scheduler = self.scheduler
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         assert not self.core.has_work and not scheduler.has_requests and not scheduler.waiting
         assert scheduler.kv.pool.num_used == 0 and scheduler.fence.num_blocks == 0
         assert sorted(scheduler.free_slots) == list(range(scheduler.config.max_num_seqs))

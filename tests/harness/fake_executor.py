@@ -11,6 +11,7 @@ from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.executor import Executor
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from termgen.engine.schedule.state_cache import StateCache
 from termgen.vocabulary.step import (
     AddedRow,
     DeviceInfo,
@@ -139,6 +140,8 @@ def make_core(
     policy: str = "fcfs",
     eos: int = 1,
     run_ahead_ms: float = 0.0,
+    windows: tuple[int | None, ...] = (None,),
+    states: StateCache | None = None,
 ) -> EngineCore:
     kv = KVCacheManager(
         num_blocks=num_blocks,
@@ -146,6 +149,8 @@ def make_core(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         enable_prefix_caching=True,
+        windows=windows,
+        states=states,
     )
     scheduler = Scheduler(
         SchedulerConfig(

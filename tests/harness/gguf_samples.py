@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from safetensors.numpy import load_file
+
+from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.loader.gguf_checkpoint import GGUFCheckpoint
 
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -24,12 +29,15 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_GEMMA3_LAYER = {
+_GEMMA_LAYER = {
     **_LAYER,
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_MUSE_LAYER = {**_GEMMA_LAYER, "self_attn.gate_proj": "attn_gate"}
+GEMMAS = ("gemma2", "gemma3")
+MUSE = "muse-glimmer"
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -38,7 +46,7 @@ def gguf_name(name: str, arch: str = "llama") -> str:
     if stem in _TOP:
         return f"{_TOP[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
-    parts = _GEMMA3_LAYER if arch == "gemma3" else _LAYER
+    parts = _MUSE_LAYER if arch == MUSE else _GEMMA_LAYER if arch in GEMMAS else _LAYER
     return f"blk.{layer}.{parts[part]}.{suffix}"
 
 
@@ -58,7 +66,27 @@ def write_model(
     leave_out: frozenset[str] = frozenset(),
 ) -> Path:
     """Convert a folder with config.json and one model.safetensors to GGUF."""
-    config = json.loads((folder / "config.json").read_text())
+    config = text_config(folder)
+    writer = start(path, arch, config)
+    if arch in ("qwen3", MUSE, *GEMMAS):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if extra is not None:
+        extra(writer)
+    for name, weights in text_weights(folder).items():
+        if gguf_name(name, arch) not in leave_out:
+            _add_tensor(writer, name, weights, arch, quant, config)
+    finish(writer)
+    return path
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config.get("text_config", config)
+
+
+def start(path: Path, arch: str, config: dict[str, Any]) -> gguf.GGUFWriter:
+    """A writer with the keys that all architectures have."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -69,18 +97,18 @@ def write_model(
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     ropes = config["rope_parameters"]
     writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
-    if arch in ("qwen3", "gemma3"):
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
-    if extra is not None:
-        extra(writer)
-    for name, weights in load_file(folder / "model.safetensors").items():
-        if gguf_name(name, arch) not in leave_out:
-            _add_tensor(writer, name, weights, arch, quant, config)
-    finish(writer)
-    return path
+    return writer
+
+
+def text_weights(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of the model, without those of a part that sees images."""
+    return {
+        name.replace("model.language_model.", "model."): weights
+        for name, weights in load_file(folder / "model.safetensors").items()
+        if not name.startswith("model.vision_")
+    }
 
 
 def _add_tensor(
@@ -91,11 +119,13 @@ def _add_tensor(
     quant: gguf.GGMLQuantizationType,
     config: dict[str, Any],
 ) -> None:
-    if arch == "llama" and ".q_proj." in name:
+    if arch in ("llama", MUSE) and ".q_proj." in name:
         weights = permute(weights, config["num_attention_heads"])
-    if arch == "llama" and ".k_proj." in name:
+    if arch in ("llama", MUSE) and ".k_proj." in name:
         weights = permute(weights, config["num_key_value_heads"])
-    if arch == "gemma3" and name.endswith("norm.weight"):
+    if arch in GEMMAS and name.endswith("norm.weight"):
+        weights = weights + 1
+    if arch == MUSE and name.endswith("layernorm.weight"):
         weights = weights + 1
     weights = np.ascontiguousarray(weights)
     name = gguf_name(name, arch)
@@ -110,3 +140,32 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def rounded(config: ModelConfig) -> ModelConfig:
+    """A config as a file holds it: single precision where JSON holds double."""
+    eps = float(np.float32(config.rms_norm_eps))
+    return dataclasses.replace(config, rms_norm_eps=eps)
+
+
+def check_tensors(
+    checkpoint: GGUFCheckpoint,
+    expected: Mapping[str, torch.Tensor],
+    quant: gguf.GGMLQuantizationType,
+    *,
+    loose: tuple[str, ...] = (),
+) -> None:
+    """The checkpoint has these tensors, in parts as a whole: equal, or within a step of 8 bits.
+    loose: ends of names whose values conversion computes in single precision."""
+    assert sorted(checkpoint.names()) == sorted(expected)
+    for name, reference in expected.items():
+        actual = checkpoint.tensor(name)
+        assert checkpoint.shape(name) == tuple(actual.shape), name
+        assert torch.equal(torch.cat(list(checkpoint.parts(name))), actual), name
+        if quant is gguf.GGMLQuantizationType.F32 or actual.dim() == 1:
+            atol = 1e-6 if name.endswith(loose) else 0.0
+            torch.testing.assert_close(actual, reference, rtol=0, atol=atol)
+        else:
+            # A block's largest number is 127 steps; a row in another place would be far off.
+            error = (actual - reference).abs().amax() / reference.abs().amax()
+            assert error < 1 / 200, name

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from termgen.engine.loop.engine import SyncEngine
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -48,7 +49,7 @@ def run_mixed_load(
             for entry in delta.logprobs or () if tells_likeliest else ():
                 told = outputs.setdefault(f"{delta.request_id} likeliest", [])
                 told += [entry.rank, *(top[0] for top in entry.top)]
-        engine.core.scheduler.check_integrity()
+        check_scheduler(engine.core.scheduler)
 
     for i in range(num_requests):
         max_tokens = int(rng.integers(1, most_tokens + 1))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scheduler_harness import make_request
 
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.vocabulary.step import StepPlan, StepResult
@@ -98,7 +99,7 @@ def simulate(
                 times.tokens[names[key]].append(now)
         else:
             now = coming[0].at_ms
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return times
 
 

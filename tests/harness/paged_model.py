@@ -17,17 +17,29 @@ from termgen.engine.device.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     ForwardContext,
-    empty_kv_cache,
+    kv_cache_view,
 )
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
 from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.registry import build_model
+from termgen.engine.device.recurrent.base import (
+    GatedDeltaNet,
+    GatedDeltaState,
+    RecurrentMetadata,
+    RecurrentStep,
+    empty_state,
+)
+from termgen.engine.device.recurrent.torch_delta import TorchGatedDelta
 
 CPU = torch.device("cpu")
+NUM_SLOTS = 12
+"""Slots for the states of recurrent layers."""
 
 
 class StateDictCheckpoint:
@@ -107,24 +119,74 @@ def nan_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    num_parts: int = 1,
+    part: int = 0,
 ) -> torch.Tensor:
-    """One layer's cache, full of NaN."""
+    """One layer's cache, full of NaN, which has a part of each page."""
 
-    def make(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.full(shape, float("nan"), dtype=dtype, device=device)
-
-    return empty_kv_cache(
+    numbers = num_parts * 2 * block_size * num_kv_heads * head_dim
+    pages = torch.full((num_blocks, numbers), float("nan"), dtype=dtype, device=device)
+    return kv_cache_view(
         backend,
-        make,
-        num_blocks=num_blocks,
+        pages,
         block_size=block_size,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        part=part,
     )
 
 
+def delta_shape(config: ModelConfig) -> GatedDeltaShape | None:
+    """The heads of the recurrent layers; None for a model without."""
+    linear = config.linear
+    if linear is None:
+        return None
+    return GatedDeltaShape(
+        num_k_heads=linear.num_k_heads,
+        num_v_heads=linear.num_v_heads,
+        k_dim=linear.k_dim,
+        v_dim=linear.v_dim,
+    )
+
+
+class StatePool:
+    """States of recurrent layers, of NaN at first, and each sequence's slot, in random order."""
+
+    def __init__(self, model: CausalDecoder, num_slots: int, seed: int, dtype: torch.dtype) -> None:
+        linear, shape = model.config.linear, delta_shape(model.config)
+        assert linear is not None and shape is not None
+
+        def make(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.full(size, float("nan"), dtype=dtype, device=model.device)
+
+        self.states: list[GatedDeltaState] = [
+            empty_state(make, shape, num_slots=num_slots, dtype=dtype) for _ in linear.layers
+        ]
+        self.slots: dict[int, int] = {}
+        self._free = list(range(1, num_slots))
+        random.Random(seed).shuffle(self._free)
+
+    def metadata(self, rows: Sequence[Row], of_step: AttentionMetadata) -> RecurrentMetadata:
+        for row in rows:
+            if row.key not in self.slots:
+                self.slots[row.key] = self._free.pop()
+        device = of_step.seq_lens.device
+        computed = [row.computed for row in rows]
+        slots = [self.slots[row.key] for row in rows]
+        return RecurrentMetadata(
+            query_start_loc=of_step.query_start_loc,
+            slots=torch.tensor(slots, dtype=torch.int32, device=device),
+            positions=torch.tensor(computed, dtype=torch.int32, device=device),
+            has_state=torch.tensor([position > 0 for position in computed], device=device),
+            num_rows=of_step.num_rows,
+            num_tokens=of_step.num_tokens,
+            num_decodes=of_step.num_decodes,
+            max_query_len=of_step.max_query_len,
+        )
+
+
 class PagedModel:
-    """A model with a cache of NaN and its blocks in random order."""
+    """A model with a cache of NaN and its blocks in random order; so are states."""
 
     def __init__(
         self,
@@ -138,17 +200,21 @@ class PagedModel:
         config = model.config
         self.model = model
         self.pool = BlockPool(num_blocks, block_size, seed)
+        self.states = StatePool(model, NUM_SLOTS, seed, dtype) if config.linear else None
+        caches = [
+            (layer, spec) for layer, spec in enumerate(config.layer_caches) if spec is not None
+        ]
         self.kv_caches = [
             nan_cache(
-                model.attention,
+                model.attention.backend_of(layer),
                 num_blocks=num_blocks,
                 block_size=block_size,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
                 dtype=dtype,
                 device=model.device,
             )
-            for _ in range(config.num_layers)
+            for layer, spec in caches
         ]
 
     @torch.inference_mode()
@@ -164,13 +230,25 @@ class PagedModel:
         return self._logits(rows, (ends - 1).to(self.model.device))
 
     def _logits(self, rows: Sequence[Row], wanted: torch.Tensor | None) -> torch.Tensor:
+        ids, positions, ctx = self.inputs(rows, wanted)
+        return self.model.compute_logits(self.model(ids, positions, ctx)).float()
+
+    def inputs(
+        self, rows: Sequence[Row], wanted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, ForwardContext]:
+        """A step's tokens, positions and context, for which everything is prepared."""
         device = self.model.device
         metadata, positions = self.pool.metadata(rows, device)
         tokens = [token for row in rows for token in row.tokens]
         ids = torch.tensor(tokens, dtype=torch.int32, device=device)
-        self.model.attention.prepare(metadata)
-        hidden = self.model(ids, positions, ForwardContext(metadata, self.kv_caches, wanted))
-        return self.model.compute_logits(hidden).float()
+        of_groups = (metadata,) * len(self.model.attention.groups)
+        self.model.attention.prepare(of_groups)
+        step = None
+        if self.states is not None:
+            assert self.model.recurrent is not None
+            step = RecurrentStep(self.states.metadata(rows, metadata), self.states.states)
+            self.model.recurrent.prepare(step.metadata)
+        return ids, positions, ForwardContext(of_groups, self.kv_caches, wanted, step)
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         logits = self.step([Row(0, 0, prompt)])[0][-1]
@@ -186,17 +264,25 @@ def build(
     *,
     dtype: torch.dtype = torch.float32,
     quantization: str | None = None,
-    attention: AttentionBackend | None = None,
+    attention: AttentionBackend | GroupedAttention | None = None,
     device: torch.device = CPU,
     ops: LayerOps | None = None,
+    recurrent: GatedDeltaNet | None = None,
 ) -> CausalDecoder:
+    """recurrent: for a model with recurrent layers; None: the form in torch."""
+    if recurrent is None and (shape := delta_shape(config)) is not None:
+        recurrent = TorchGatedDelta(shape)
+    if not isinstance(attention, GroupedAttention):
+        backend = attention or TorchReferenceAttention()
+        attention = GroupedAttention.without_windows(backend, config.layer_caches)
     return build_model(
         config,
         dtype=dtype,
         device=device,
         quantization=quantization,
-        attention=attention or TorchReferenceAttention(),
+        attention=attention,
         ops=ops or TorchOps(),
+        recurrent=recurrent,
     )
 
 

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from scripted_device import VOCAB, DeviceFailure, ScriptedDevice, is_stop, next_token
 
-from termgen.engine.schedule.kv_cache import BlockPool, KVCacheManager
+from termgen.engine.schedule.block_pool import BlockPool
+from termgen.engine.schedule.invariants import check_scheduler
+from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import AppliedStep, Scheduler, SchedulerConfig
+from termgen.engine.schedule.state_cache import StateCache
 from termgen.errors import StepError
-from termgen.vocabulary.request import FinishReason, Request, hash_blocks
+from termgen.vocabulary.request import FinishReason, Request, TurnEnds, hash_blocks
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import StepPlan, StepResult
 
@@ -34,6 +37,7 @@ def make_request(
     priority: int = 0,
     arrival_ns: int = 0,
     salt: str | None = None,
+    turn_ends: TurnEnds | None = None,
     **params: object,
 ) -> Request:
     """`stop` are the request's own stop ids; `eos` are the model's."""
@@ -54,6 +58,7 @@ def make_request(
         priority=priority,
         arrival_ns=arrival_ns,
         cache_salt=salt,
+        turn_ends=turn_ends or TurnEnds(),
     )
 
 
@@ -68,6 +73,8 @@ def make_scheduler(
     policy: str = "fcfs",
     caching: bool = True,
     adaptive: bool = False,
+    windows: tuple[int | None, ...] = (None,),
+    state_places: int = 0,
 ) -> Scheduler:
     kv = KVCacheManager(
         num_blocks=num_blocks,
@@ -75,6 +82,8 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         enable_prefix_caching=caching,
+        windows=windows,
+        states=make_states(block_size, max_num_seqs, state_places),
     )
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -85,6 +94,38 @@ def make_scheduler(
         policy=policy,
     )
     return Scheduler(config, kv)
+
+
+def make_states(block_size: int, max_num_seqs: int, state_places: int) -> StateCache | None:
+    """For a device that is not recurrent: None."""
+    if not state_places:
+        return None
+    return StateCache(
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        first_place=max_num_seqs + 1,
+        num_places=state_places,
+    )
+
+
+def draw_state_places(rng: np.random.Generator) -> int:
+    """For a random test: mostly 0, for a device that is not recurrent."""
+    return int(rng.choice([0, 0, 0, 1, 3, 12]))
+
+
+def draw_windows(rng: np.random.Generator) -> tuple[int | None, ...]:
+    """Groups of layers for a random test: half of the time one that keeps all tokens."""
+    if rng.random() < 0.5:
+        return (None,)
+    short, long = sorted(rng.integers(2, 40, 2).tolist())
+    kinds: list[tuple[int | None, ...]] = [
+        (None, short),
+        (long,),
+        (None, short, short, short),
+        (None, None, long, short),
+        (short, long),
+    ]
+    return kinds[int(rng.integers(len(kinds)))]
 
 
 def reference_tokens(request: Request, vocab: int = VOCAB) -> list[int]:
@@ -111,6 +152,7 @@ class Driver:
         depth: int = 1,
         stops: bool = True,
         step_ns: Callable[[StepPlan], int] = lambda plan: 0,
+        state_places: int = 0,
     ) -> None:
         """step_ns: the device time that a step's result tells."""
         self.scheduler = scheduler
@@ -123,6 +165,8 @@ class Driver:
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             stops=stops,
+            windows=kv.windows,
+            state_places=state_places,
         )
         self.in_flight: deque[tuple[StepPlan, StepResult | None, set[int]]] = deque()
         self.plans: list[StepPlan] = []
@@ -144,7 +188,7 @@ class Driver:
         """Plan one step and hand it to the device."""
         self.scheduler.yield_unread()
         plan = self.scheduler.schedule()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         for row in self.scheduler.started:
             self._rows[(row.slot, row.epoch)] = row.request_id
         self.scheduler.started.clear()
@@ -174,10 +218,10 @@ class Driver:
             error = StepError("scripted failure", step_id=plan.step_id)
             self.device.recover(self.plans[-1].step_id + 1)
             self._note_finished(self.scheduler.fail(plan, error))
-            self.scheduler.check_integrity()
+            check_scheduler(self.scheduler)
             return None
         applied = self.scheduler.apply(plan, result)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         self.check_published()
         for slot, epoch, token in zip(
             applied.slots.tolist(), applied.epochs.tolist(), applied.token_ids.tolist(), strict=True
@@ -206,7 +250,7 @@ class Driver:
         row = self.scheduler.finish(request_id, FinishReason.ABORT)
         if row is not None:
             self._note_finished([row])
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
     def total_scheduled(self) -> int:
         return sum(plan.total_tokens for plan in self.plans)
@@ -214,7 +258,7 @@ class Driver:
     def assert_drained(self) -> None:
         """Check that no request holds a slot or a block."""
         scheduler = self.scheduler
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         assert not scheduler.has_requests and not len(scheduler.waiting)
         assert scheduler.kv.pool.num_used == 0 and scheduler.fence.num_blocks == 0
         assert sorted(scheduler.free_slots) == list(range(scheduler.config.max_num_seqs))
@@ -256,7 +300,8 @@ class Driver:
         if self.in_flight and self.in_flight[-1][1] is None:
             return  # a failed step leaves garbage until it lands
         hashes = scheduler.kv.pool._hashes  # no public way to list them
-        hashed = [(block, held) for block, held in enumerate(hashes) if held is not None]
+        size_of_hash = len(next(iter(self._published), b""))  # a group's number may follow it
+        hashed = [(b, held[:size_of_hash]) for b, held in enumerate(hashes) if held is not None]
         if not hashed:
             return
         where = np.asarray([block for block, _ in hashed])[:, None] * size + np.arange(size)
@@ -274,8 +319,15 @@ class Driver:
             assert tokens == self.outputs[record.request_id]
 
     def _blocks_of(self, plan: StepPlan) -> set[int]:
-        table, count = self.scheduler.kv.block_table, self.scheduler.kv.num_blocks
-        return {int(b) for s in plan.slots for b in table[s, : count[s]]}
+        kv = self.scheduler.kv
+        # Blocks of a window are given up while steps may read them, to be written by later ones.
+        return {
+            int(block)
+            for group, window in enumerate(kv.windows)
+            if window is None
+            for slot in plan.slots
+            for block in kv.block_tables[group, slot, : kv.num_blocks[group, slot]]
+        }
 
     def _check_plan(self, plan: StepPlan) -> None:
         scheduler, config = self.scheduler, self.scheduler.config
@@ -289,8 +341,9 @@ class Driver:
         for array in (plan.slots, plan.epochs, counts, plan.num_computed, plan.block_ids):
             assert array.dtype == np.int32
         # Later steps change the tables, so a plan is compared with them right after planning.
-        table = scheduler.kv.block_table
-        assert (table[plan.block_slots, plan.block_positions] == plan.block_ids).all()
+        groups = 0 if plan.block_groups is None else plan.block_groups
+        table = scheduler.kv.block_tables[groups, plan.block_slots, plan.block_positions]
+        assert (table == plan.block_ids).all()
         assert (scheduler.slots.epoch[plan.slots] == plan.epochs).all()
         assert {row.slot for row in plan.added} <= set(plan.slots.tolist())
         self._check_reuse(plan)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from termgen.engine.schedule.kv_cache import NULL_BLOCK
+from termgen.engine.schedule.block_pool import NULL_BLOCK
 from termgen.vocabulary.request import IntArray, Request
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import CORRUPT_TOKEN, AddedRow, SamplingNeeds, StepPlan, StepResult
@@ -62,14 +62,23 @@ class ScriptedDevice:
         max_model_len: int,
         stops: bool = True,
         vocab: int = VOCAB,
+        windows: tuple[int | None, ...] = (None,),
+        state_places: int = 0,
     ) -> None:
+        """windows: per group, how many of the last tokens the device looks at; None: at all.
+        state_places: copies of recurrent states that it keeps; 0: it is not recurrent."""
+        self.state_places = state_places
+        self.states: dict[int, list[int]] = {}
+        """Place -> the tokens that the state there has taken up; a row's place is its slot."""
         self.block_size = block_size
         self.vocab = vocab
         self.stops = stops
         self.kv_tokens = np.full(num_blocks * block_size, -1, np.int32)
         self.kv_positions = np.full(num_blocks * block_size, -1, np.int32)
-        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.windows = windows
+        shape = (len(windows), max_num_seqs)
+        self.block_tables = np.zeros((*shape, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks = np.zeros(shape, np.int32)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
@@ -97,11 +106,17 @@ class ScriptedDevice:
                 self._write(slot, count, rubbish=fails)
                 if self.turns_nan is not None and self.turns_nan():
                     end = int(self.num_computed[slot]) + count
-                    self.kv_tokens[self.slot_mapping(slot, end - 1, end)] = NAN
+                    for group in range(len(self.windows)):
+                        self.kv_tokens[self.slot_mapping(slot, end - 1, end, group)] = NAN
             self.num_computed[slot] += count
             self.num_computed_tokens += count
         if fails:
             raise DeviceFailure
+        for slot, count in pairs:
+            if not self.finished[slot]:
+                self._attend(slot, count)
+            if self.state_places:
+                self._take_up(slot, count)
         sampled = [self._sample(slot) for slot, _ in pairs]
         return StepResult(
             step_id=plan.step_id,
@@ -122,51 +137,107 @@ class ScriptedDevice:
     def _update_rows(self, plan: StepPlan) -> None:
         for slot in plan.released_slots:
             self.rows[slot] = None
+        if plan.copied_slots is not None:
+            assert plan.copy_places is not None and self.state_places
+            for slot, place in zip(
+                plan.copied_slots.tolist(), plan.copy_places.tolist(), strict=True
+            ):
+                assert len(self.rows) < place <= len(self.rows) + self.state_places
+                self.states[place] = list(self.states[slot])
         for row in plan.added:
             slot, count = row.slot, len(row.token_ids)
             assert self.rows[slot] is None, "a slot was given away before it was released"
             assert 0 <= row.num_computed_tokens < count < row.max_total_tokens
             self.rows[slot] = row
+            self.states[slot] = list(self.states[row.state_place]) if row.state_place >= 0 else []
             self.token_ids[slot, :count] = row.token_ids
             self.num_tokens[slot] = count
             self.num_computed[slot] = row.num_computed_tokens
-            self.num_blocks[slot] = 0
-            self.block_table[slot] = NULL_BLOCK
+            self.num_blocks[:, slot] = 0
+            self.block_tables[:, slot] = NULL_BLOCK
             self.finished[slot] = False
-        blocks = zip(plan.block_slots, plan.block_positions, plan.block_ids, strict=True)
-        for slot, position, block in blocks:
-            assert position == self.num_blocks[slot], "block tables only grow, one by one"
+        groups = plan.block_groups
+        if groups is None:
+            groups = np.zeros_like(plan.block_slots)
+        blocks = zip(groups, plan.block_slots, plan.block_positions, plan.block_ids, strict=True)
+        for group, slot, position, block in blocks:
+            held = self.num_blocks[group, slot]
+            skips = self.windows[group] is not None and not held  # what no token sees any more
+            assert position == held or skips, "block tables only grow, one by one"
             assert block != NULL_BLOCK
-            self.block_table[slot, position] = block
-            self.num_blocks[slot] += 1
+            self.block_tables[group, slot, position] = block
+            self.num_blocks[group, slot] = position + 1
 
-    def slot_mapping(self, slot: int, start: int, end: int) -> np.ndarray:
+    def slot_mapping(self, slot: int, start: int, end: int, group: int = 0) -> np.ndarray:
         """Where positions [start, end) of a row live; only blocks the row was given."""
         positions = np.arange(start, end)
-        assert end <= self.num_blocks[slot] * self.block_size, "computes past its blocks"
-        blocks: np.ndarray = self.block_table[slot, positions // self.block_size]
+        assert end <= self.num_blocks[group, slot] * self.block_size, "computes past its blocks"
+        blocks: np.ndarray = self.block_tables[group, slot, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
+
+    def _seen_by(self, slot: int, position: int, end: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Per group, the positions before `end` that the token at `position` sees, and where they
+        live."""
+        seen = []
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, position - window + 1)
+            seen.append((np.arange(first, end), self.slot_mapping(slot, first, end, group)))
+        return seen
 
     def _write(self, slot: int, count: int, *, rubbish: bool) -> None:
         start = int(self.num_computed[slot])
         end = start + count
         assert end <= self.num_tokens[slot], "computes a token nobody knows"
-        where = self.slot_mapping(slot, start, end)
-        self.kv_tokens[where] = -7 if rubbish else self.token_ids[slot, start:end]
-        self.kv_positions[where] = -7 if rubbish else np.arange(start, end)
+        for group in range(len(self.windows)):
+            where = self.slot_mapping(slot, start, end, group)
+            self.kv_tokens[where] = -7 if rubbish else self.token_ids[slot, start:end]
+            self.kv_positions[where] = -7 if rubbish else np.arange(start, end)
+
+    def _take_up(self, slot: int, count: int) -> None:
+        """What a recurrent layer does with the tokens that a row has just written."""
+        end = int(self.num_computed[slot])
+        tokens = [-5] * count  # of a row that has ended: anything
+        if not self.finished[slot]:
+            tokens = self.kv_tokens[self.slot_mapping(slot, end - count, end)].tolist()
+        self.states[slot] += tokens
+
+    def _attend(self, slot: int, count: int) -> None:
+        """Make the keys and values that a row has just written wrong, or NaN, if those are that its
+        first new token sees: as in a model of several layers."""
+        end = int(self.num_computed[slot])
+        start = end - count
+        for positions, where in self._seen_by(slot, start, start):
+            tokens = self.kv_tokens[where]
+            expected = self.token_ids[slot, positions] + positions
+            if (tokens == NAN).any():
+                spoilt = NAN
+            elif (tokens + self.kv_positions[where] != expected).any():
+                spoilt = -8
+            else:
+                continue
+            for group in range(len(self.windows)):
+                self.kv_tokens[self.slot_mapping(slot, start, end, group)] = spoilt
 
     def _sample(self, slot: int) -> int | None:
         row, length = self.rows[slot], int(self.num_tokens[slot])
         assert row is not None
         if self.finished[slot] or self.num_computed[slot] < length:
             return None
-        where = self.slot_mapping(slot, 0, length)
-        if (self.kv_tokens[where] == NAN).any():
-            self.finished[slot] = True
-            return CORRUPT_TOKEN
-        positions = self.kv_positions[where]
-        # Wrong positions enter the hash, so they show as a wrong token and not only here.
-        token = next_token(self.kv_tokens[where] + positions - np.arange(length), self.vocab)
+        read = self.token_ids[slot, :length].copy()
+        if self.state_places:
+            if NAN in self.states[slot]:
+                self.finished[slot] = True
+                return CORRUPT_TOKEN
+            read[0] += self.states[slot] != read.tolist()
+        for positions, where in self._seen_by(slot, length - 1, length):
+            tokens = self.kv_tokens[where]
+            if (tokens == NAN).any():
+                self.finished[slot] = True
+                return CORRUPT_TOKEN
+            # Wrong tokens and positions enter the hash, so they show as a wrong token.
+            read[positions] += tokens - self.token_ids[slot, positions]
+            read[positions] += self.kv_positions[where] - positions
+        token = next_token(read, self.vocab)
         if length < row.max_total_tokens:  # past its limit only on a device that does not stop
             self.token_ids[slot, length] = token
         self.num_tokens[slot] = length + 1

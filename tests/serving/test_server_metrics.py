@@ -23,7 +23,7 @@ from server_harness import app_client, chat_body, eventually
 
 from termgen.errors import EngineDeadError, RequestError
 from termgen.serving.metrics import ServerMetrics
-from termgen.vocabulary.events import EngineSnapshot
+from termgen.vocabulary.events import EngineSnapshot, StateView
 from termgen.vocabulary.grammar_times import GrammarTimes
 
 
@@ -125,6 +125,12 @@ async def test_the_engines_state_is_read_when_asked_for() -> None:
     )
     async with app_client(engine) as client:
         text = (await client.get("/metrics")).text
+        assert "termgen_state_copies" not in text, "there are no recurrent layers"
+        states = StateView(8, 2, num_copies=6, num_made=9, num_used=4, num_evicted=3)
+        engine.scripted_snapshot = replace(engine.scripted_snapshot, states=states)
+        later = (await client.get("/metrics")).text
+    for name, number in (("made", 9), ("used", 4), ("evicted", 3)):
+        assert value(later, f"state_copies_{name}_total") == number
     assert value(text, "num_requests_running") == 3
     assert value(text, "num_requests_waiting") == 2
     assert value(text, "kv_cache_usage_perc") == 0.5
@@ -233,6 +239,7 @@ async def test_a_sleep_is_told() -> None:
 def test_every_metric_is_described() -> None:
     metrics = ServerMetrics("m")
     metrics.on_grammars(GrammarTimes().totals)
+    metrics.on_snapshot(make_snapshot(states=StateView(1, 1, 0, 0, 0, 0)))
     page = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
     shown = set()
     for family in text_string_to_metric_families(metrics.render().decode()):

@@ -65,7 +65,7 @@ schema = schemathesis.pytest.from_fixture("api").exclude(path="/sleep")  # nothi
 
 @schema.parametrize()
 @settings(
-    max_examples=scaled(7),
+    max_examples=scaled(4),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=False,

@@ -19,6 +19,7 @@ from termgen.vocabulary.events import (
     RequestEvent,
     RequestEventKind,
     RequestView,
+    StateView,
     StepRecord,
 )
 from termgen.vocabulary.startup_phases import StartupPhase
@@ -78,6 +79,7 @@ def any_snapshot(rng: random.Random, step: StepRecord | None) -> EngineSnapshot:
     num_blocks = rng.choice((2, 64, 4000))
     special: dict[str, Any] = {
         "step": step,
+        "states": rng.choice((None, any_of(rng, StateView))),
         "requests": tuple(any_of(rng, RequestView) for _ in range(rng.randrange(4))),
         "block_states": np.array([rng.randrange(5) for _ in range(num_blocks)], np.uint8),
         "block_owners": np.array([rng.randrange(-1, 9) for _ in range(num_blocks)], np.int32),

@@ -410,6 +410,7 @@ class Submit:
             grammar=submitted.start_grammar(),
             bad_token_ids=submitted.bad_token_ids,
             block_hashes=list(submitted.block_hashes),
+            turn_ends=submitted.turn_ends,
         )
 
 

@@ -60,7 +60,7 @@ class EventPublisher:
         """Publish requests that got a slot; called at planning, as they may end before landing."""
         for row in rows if self._bus.has_readers else ():
             request = self._scheduler.requests[row.request_id]
-            self._tell(request, RequestEventKind.SCHEDULED, time_ns)
+            self._tell(request, RequestEventKind.SCHEDULED, time_ns, str(request.hit))
 
     def preempted(self, requests: Iterable[Request], why: str) -> None:
         for request in requests if self._bus.has_readers else ():

@@ -16,8 +16,9 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from termgen.engine.schedule.kv_cache import PoolCopy
+from termgen.engine.schedule.block_pool import PoolCopy
 from termgen.engine.schedule.scheduler import Scheduler
+from termgen.vocabulary.cache_groups import blocks_of_context
 from termgen.vocabulary.events import EngineSnapshot, RequestView, StepRecord
 from termgen.vocabulary.request import Request, RequestStatus
 from termgen.vocabulary.step import GraphStatus, StepPlan
@@ -32,6 +33,8 @@ class StateCopy:
     pool: PoolCopy
     owned: tuple[npt.NDArray[np.int32], ...]
     """Blocks of each listed running request."""
+    groups: npt.NDArray[np.uint8]
+    """The group that used each block last; empty if there is one group."""
     rest: Callable[..., EngineSnapshot]
     """Builds the snapshot, given the block map."""
 
@@ -44,6 +47,7 @@ class StateCopy:
         return self.rest(
             block_states=states,
             block_owners=owners,
+            block_groups=self.groups,
             evicted_blocks=self.pool.last_evicted(),
             num_evictions=self.pool.num_evictions,
             cpu_s=time.process_time(),
@@ -84,8 +88,7 @@ def copy_state(
     views = _running_views(scheduler, listed, scheduled, now)
     views += [_waiting_view(request, now) for request in islice(scheduler.waiting, MAX_LISTED)]
     stats, pool = scheduler.stats, kv.pool
-    counts = zip(listed.tolist(), kv.num_blocks[listed].tolist(), strict=True)
-    owned = tuple(kv.block_table[slot, :count].copy() for slot, count in counts)
+    owned = tuple(kv.copy_held(slot) for slot in listed.tolist())
     rest = partial(
         EngineSnapshot,
         time_ns=now,
@@ -109,9 +112,10 @@ def copy_state(
         num_graphs=graphs.num_graphs,
         paused=paused,
         sleep_level=sleep_level,
+        states=None if kv.states is None else kv.states.view(),
         waiting_reason=_waiting_reason(scheduler, plan, paused) if len(scheduler.waiting) else "",
     )
-    return StateCopy(pool.copy(), owned, rest)
+    return StateCopy(pool.copy(), owned, kv.block_groups.copy(), rest)
 
 
 def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -> str:
@@ -123,8 +127,9 @@ def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -
     request = next(iter(scheduler.waiting))
     if request.grammar is not None and not request.grammar.is_ready:
         return "the mask of its grammar takes long"
-    needed = -(-len(request.token_ids) // scheduler.kv.block_size)
-    if needed > scheduler.kv.pool.num_free:
+    kv = scheduler.kv
+    needed = blocks_of_context(len(request.token_ids), kv.block_size, kv.windows)
+    if needed > kv.pool.num_free:
         return "not enough free KV blocks"
     budget = scheduler.config.max_num_batched_tokens
     return "token budget spent" if plan and plan.total_tokens >= budget else "next step"
@@ -136,7 +141,7 @@ def _running_views(
     """Views of running requests, read by whole columns to save time on the engine thread."""
     table = scheduler.slots
     columns = (slots, table.num_tokens[slots], table.num_computed[slots])
-    numbers = (*columns, scheduler.kv.num_blocks[slots])
+    numbers = (*columns, scheduler.kv.num_held(slots))
     views = []
     for slot, num_tokens, num_computed, num_blocks in zip(
         *(column.tolist() for column in numbers), strict=True

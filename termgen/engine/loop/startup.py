@@ -18,6 +18,7 @@ from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.executor import LocalExecutor
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from termgen.engine.schedule.state_cache import StateCache
 from termgen.engine.text.input_processor import InputProcessor
 from termgen.engine.text.output import OutputProcessor
 from termgen.engine.text.text_process import TextProcess
@@ -25,6 +26,7 @@ from termgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from termgen.engine.text.tool_detection import tool_format
 from termgen.errors import ConfigError, CorruptFileError, RequestError
 from termgen.library.catalog import CATALOG, LocalModel, resolve_model
+from termgen.vocabulary.cache_groups import CacheGroup
 from termgen.vocabulary.grammar_times import GrammarTimes
 from termgen.vocabulary.sampling_params import MAX_EOS_IDS, SamplingParams
 from termgen.vocabulary.startup_phases import (
@@ -111,6 +113,7 @@ def build_engine(
             clamps_max_tokens=_for_live(config.clamp_max_tokens, is_live),
             grammars=grammars,
             hash_block_size=scheduler.kv.hash_block_size,
+            marks_turns=scheduler.kv.states is not None,
         )
         output_processor = OutputProcessor(tokenizer, tuple(eos))
         if prewarm:
@@ -149,12 +152,23 @@ def _for_live(setting: bool | None, is_live: bool) -> bool:
 
 
 def _make_scheduler(config: EngineConfig, info: DeviceInfo, is_live: bool) -> Scheduler:
+    states = None
+    if info.state_places:
+        states = StateCache(
+            block_size=info.block_size,
+            max_num_seqs=info.max_num_seqs,
+            first_place=info.max_num_seqs + 1,  # the rows come first, the padded one among them
+            num_places=info.state_places,
+        )
     kv = KVCacheManager(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_num_seqs=info.max_num_seqs,
         max_model_len=info.max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
+        windows=info.windows,
+        debug=config.debug,
+        states=states,
     )
     limits = SchedulerConfig(
         max_num_seqs=info.max_num_seqs,
@@ -221,6 +235,7 @@ def _describe(
         run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
         num_threads=info.num_threads,
         num_cores=info.num_cores,
+        cache_groups=tuple(map(CacheGroup, info.windows, info.layers)),
         startup=startup,
     )
 

@@ -1,204 +1,37 @@
-"""Ownership of KV blocks, and the prefix cache.
+"""Block tables, and the prefix cache.
 
-`BlockPool` owns block ids: reference counts, the free list, and the hash of what a block holds.
 `KVCacheManager` gives blocks to slots and finds cached prefixes. Called by the scheduler only, on
-the engine thread; knows nothing of tensors. The design (flat pool with a null block, free list in
-eviction order, chained block hashes, tail-first freeing) follows vLLM's V1 KV cache manager.
+the engine thread; knows nothing of tensors. The design (chained block hashes, tail-first freeing,
+groups of layers over one pool) follows vLLM's V1 KV cache manager.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
-from termgen.vocabulary.events import BlockState
+from termgen.engine.schedule.block_pool import (
+    NULL_BLOCK,
+    BlockPool,
+    CachedPrefix,
+    PrefixSearch,
+    block_key,
+    first_seen,
+)
+from termgen.engine.schedule.state_cache import StateCache
+from termgen.vocabulary.cache_groups import longest_context
+from termgen.vocabulary.events import HitLimit, PrefixHit
 from termgen.vocabulary.request import IntArray, Request, hash_blocks
-
-NULL_BLOCK = 0
-"""Never allocated; padded rows and released rows write here."""
-EVICTED_KEPT = 1024
-"""Latest evictions whose blocks are recorded for screens."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolCopy:
-    """State of all blocks at one moment."""
-
-    ref_counts: bytes
-    """[num_blocks] int32."""
-    is_hashed: bytes
-    """[num_blocks] 1 if the block holds a findable prefix."""
-    evicted: bytes
-    """[EVICTED_KEPT] int32, the pool's ring buffer."""
-    num_evictions: int
-
-    def last_evicted(self) -> npt.NDArray[np.int32]:
-        """[<= EVICTED_KEPT] evicted blocks, newest last."""
-        ring = np.frombuffer(self.evicted, dtype=np.int32)
-        first = max(0, self.num_evictions - EVICTED_KEPT)
-        return ring[np.arange(first, self.num_evictions) % EVICTED_KEPT]
-
-    def states(self) -> npt.NDArray[np.uint8]:
-        """[num_blocks] BlockState of every block."""
-        refs = np.frombuffer(self.ref_counts, dtype=np.int32)
-        hashed = np.frombuffer(self.is_hashed, dtype=np.uint8)
-        # uint8 is several times as fast. 0, 1 and 2 users are FREE, ACTIVE and SHARED.
-        used = np.minimum(refs, 2).astype(np.uint8)
-        states: npt.NDArray[np.uint8] = used + (used != 0)
-        states += hashed & (used == 0)  # FREE to CACHED
-        states[NULL_BLOCK] = BlockState.NULL
-        return states
-
-
-class BlockPool:
-    """Block ids 0..num_blocks-1 with reference counts, an intrusive free list and block hashes.
-
-    The free list runs from next-to-be-reused to last: blocks without a hash go to its head, hashed
-    ones to its tail, so reusable prefixes live longest and the least recently used goes first.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        assert num_blocks >= 2, "the pool needs the null block and at least one more"
-        self.num_blocks = num_blocks
-        self._end = num_blocks  # sentinel: next of it is the head, prev of it the tail
-        self._next = array("i", range(1, num_blocks + 2))
-        self._prev = array("i", range(-1, num_blocks))
-        self._next[num_blocks], self._prev[1] = 1, num_blocks
-        self._prev[num_blocks] = num_blocks - 1
-        self._ref_counts = array("i", bytes(4 * num_blocks))
-        self._ref_counts[NULL_BLOCK] = 1
-        self._hashes: list[bytes | None] = [None] * num_blocks
-        self._is_hashed = bytearray(num_blocks)
-        self._by_hash: dict[bytes, list[int]] = {}
-        self.num_free = num_blocks - 1
-        """Blocks that no request uses, cached ones included."""
-        self.num_cached = 0
-        """Blocks that no request uses and that hold a findable prefix."""
-        self.num_evictions = 0
-        self._evicted = array("i", bytes(4 * EVICTED_KEPT))
-        """Ring buffer of evicted blocks, the n-th at n % EVICTED_KEPT."""
-        self.num_freed = 0
-        """Times a block lost its last user, since start."""
-
-    def lookup(self, block_hash: bytes) -> int | None:
-        """A block that holds this prefix, or None."""
-        blocks = self._by_hash.get(block_hash)
-        return blocks[0] if blocks else None
-
-    def is_free(self, block: int) -> bool:
-        return self._ref_counts[block] == 0
-
-    def pop_free(self) -> int:
-        """Take the next free block; its cached prefix, if any, is evicted."""
-        block = self._next[self._end]
-        assert block != self._end, "no free block: check num_free first"
-        if self._hashes[block] is not None:
-            self._forget(block)
-            self._evicted[self.num_evictions % EVICTED_KEPT] = block
-            self.num_evictions += 1
-        self._unlink(block)
-        self._ref_counts[block] = 1
-        return block
-
-    def touch(self, block: int) -> None:
-        """Add a user of a block found by `lookup`."""
-        if self._ref_counts[block] == 0:
-            self._unlink(block)
-            self.num_cached -= self._is_hashed[block]
-        self._ref_counts[block] += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Remove a user of each block, in this order: pass the tail of a sequence first."""
-        for block in blocks:
-            assert self._ref_counts[block] > 0 and block != NULL_BLOCK, f"double free of {block}"
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                self.num_freed += 1
-                hashed = self._hashes[block] is not None
-                self._link(block, before=self._end if hashed else self._next[self._end])
-                self.num_cached += hashed
-
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Set the hash of a block. Several blocks may have the same hash; all are kept."""
-        assert self._ref_counts[block] > 0, "only a block in use can be registered"
-        if self._hashes[block] is None:
-            self._hashes[block] = block_hash
-            self._is_hashed[block] = 1
-            self._by_hash.setdefault(block_hash, []).append(block)
-
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Remove the hashes of these blocks; requests that use them keep them."""
-        for block in blocks:
-            if self._hashes[block] is not None:
-                self._forget(block)
-
-    def forget_idle(self) -> bool:
-        """Remove the hashes of unused blocks; returns True if no hash is left."""
-        for blocks in list(self._by_hash.values()):
-            for block in list(blocks):
-                if self.is_free(block):
-                    self._forget(block)
-        return not self._by_hash
-
-    def copy(self) -> PoolCopy:
-        evicted = self._evicted.tobytes()
-        return PoolCopy(
-            self._ref_counts.tobytes(), bytes(self._is_hashed), evicted, self.num_evictions
-        )
-
-    @property
-    def num_used(self) -> int:
-        """Blocks in use, without the null block."""
-        return self.num_blocks - 1 - self.num_free
-
-    def check_integrity(self, users: dict[int, int]) -> None:
-        """Compare with an independent count of `users` per block; AssertionError on any breach."""
-        free: list[int] = []
-        block, previous = self._next[self._end], self._end
-        while block != self._end:
-            assert self._prev[block] == previous, f"broken free list at block {block}"
-            assert len(free) <= self.num_blocks, "the free list has a cycle"
-            free.append(block)
-            block, previous = self._next[block], block
-        assert len(free) == self.num_free == len(set(free)), "the free list lost count"
-        for b in range(1, self.num_blocks):
-            assert self._ref_counts[b] == users.get(b, 0), f"block {b} has wrong reference count"
-            held = self._hashes[b]
-            assert (held is not None) == bool(self._is_hashed[b])
-            assert held is None or b in self._by_hash[held], f"block {b} is not found by its hash"
-        assert set(free) == {b for b in range(1, self.num_blocks) if users.get(b, 0) == 0}
-        assert sum(map(len, self._by_hash.values())) == sum(self._is_hashed)
-        assert self.num_cached == sum(self._is_hashed[b] for b in free), "cached count is off"
-
-    def _forget(self, block: int) -> None:
-        block_hash = self._hashes[block]
-        assert block_hash is not None
-        owners = self._by_hash[block_hash]
-        owners.remove(block)
-        if not owners:
-            del self._by_hash[block_hash]
-        self._hashes[block] = None
-        self._is_hashed[block] = 0
-        self.num_cached -= self._ref_counts[block] == 0
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before], self._prev[after] = after, before
-        self.num_free -= 1
-
-    def _link(self, block: int, *, before: int) -> None:
-        previous = self._prev[before]
-        self._next[previous] = self._prev[before] = block
-        self._prev[block], self._next[block] = previous, before
-        self.num_free += 1
 
 
 class KVCacheManager:
-    """Block tables by slot over one `BlockPool`."""
+    """Block tables by group and slot over one `BlockPool`.
+
+    A group is the layers that share a block table. Each block of a request takes a block of the
+    pool in every group. A group with a window gives up the blocks that no later token sees, and
+    takes those of a prompt chunk by chunk; other groups take a prompt's blocks at once.
+    """
 
     def __init__(
         self,
@@ -208,21 +41,43 @@ class KVCacheManager:
         max_num_seqs: int,
         max_model_len: int,
         enable_prefix_caching: bool,
+        windows: tuple[int | None, ...] = (None,),
+        debug: bool = False,
+        states: StateCache | None = None,
     ) -> None:
+        """windows: per group, how many of the last tokens its layers keep; None: all. debug: keep
+        a list of the blocks that are given up, for the device to spoil. states: for models with
+        recurrent layers."""
+        self.states = states
         self.pool = BlockPool(num_blocks)
+        self.block_groups = np.zeros(num_blocks if len(windows) > 1 else 0, np.uint8)
+        """[num_blocks] the group that used each block last; empty if there is one group."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, np.int32)
-        """[max_num_seqs] blocks each slot holds."""
+        self.windows = windows
+        self.capacity_tokens = longest_context(num_blocks - 1, block_size, windows)
+        """Tokens of the longest request that the cache can hold."""
+        self._windowed = [(g, window) for g, window in enumerate(windows) if window is not None]
+        shape = (len(windows), max_num_seqs)
+        self.block_tables = np.zeros((*shape, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks = np.zeros(shape, np.int32)
+        """[groups, max_num_seqs] blocks of each slot's tokens, given-up ones included."""
+        self.num_dropped = np.zeros(shape, np.int32)
+        """[groups, max_num_seqs] leading blocks that the slot has given up, or never held."""
         self.num_registered = np.zeros(max_num_seqs, np.int32)
         """[max_num_seqs] leading blocks of each slot that are findable by hash."""
+        self._num_found = np.zeros(max_num_seqs, np.int32)
+        """[max_num_seqs] leading blocks that each slot found in the cache."""
+        self.given_up: list[int] | None = [] if debug else None
+        """Blocks that slots have given up, and that no prefix can be found in, since the caller
+        last cleared the list; None if it is not kept."""
         self._misfit: tuple[Request, int, int] | None = None
         """(last request that did not fit, its cached blocks, the pool's `num_freed` then)."""
 
     @property
-    def capacity_tokens(self) -> int:
-        return (self.pool.num_blocks - 1) * self.block_size
+    def has_windows(self) -> bool:
+        """True if blocks are given up while a request runs."""
+        return bool(self._windowed)
 
     @property
     def hash_block_size(self) -> int | None:
@@ -230,35 +85,50 @@ class KVCacheManager:
         return self.block_size if self.enable_prefix_caching else None
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of so many tokens in one group that keeps all."""
         return -(-num_tokens // self.block_size)
 
-    def find_cached(self, request: Request) -> list[int]:
+    def find_cached(self, request: Request) -> CachedPrefix:
         """The request's leading blocks that are cached.
 
         At most (tokens - 1) // block_size: the last token is always computed, as its logits are
         needed. Empty for a request that needs the logits of its whole prompt.
         """
         if not self.enable_prefix_caching or request.owes_prompt_logprobs:
-            return []
+            limit = HitLimit.LOGPROBS if self.enable_prefix_caching else HitLimit.OFF
+            return CachedPrefix(0, tuple([] for _ in self.windows), hit=PrefixHit(limit=limit))
         hash_blocks(request.token_ids, self.block_size, request.block_hashes, request.cache_salt)
-        found: list[int] = []
-        for block_hash in request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]:
-            block = self.pool.lookup(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        num_blocks = (len(request.token_ids) - 1) // self.block_size
+        hashes = request.block_hashes[:num_blocks]
+        search = PrefixSearch(self.pool, self.windows, self.block_size, self.states, hashes)
+        return search.find()
 
-    def num_needed(self, num_tokens: int, cached: Sequence[int]) -> int:
-        """Free blocks that a request with these known tokens and cached blocks takes.
+    def num_needed(self, num_tokens: int, cached: CachedPrefix, num_first: int) -> int:
+        """Free blocks that a request with these known tokens and cached blocks takes, to compute
+        its first `num_first` tokens after them.
 
         Unused cached blocks count as needed, as taking them shortens the free list.
         """
-        idle = sum(self.pool.is_free(b) for b in cached)
-        return self.blocks_for(num_tokens) - len(cached) + idle
+        return sum(
+            self._end(window, num_tokens, cached, num_first)
+            - cached.num_blocks
+            + sum(self.pool.is_free(b) for b in blocks)
+            for window, blocks in zip(self.windows, cached.blocks, strict=True)
+        )
 
-    def try_fit(self, request: Request, num_reserved: int = 0) -> list[int] | None:
-        """The request's cached blocks if all its known tokens fit now, else None.
+    def _end(
+        self, window: int | None, num_tokens: int, cached: CachedPrefix, num_first: int
+    ) -> int:
+        """Number of blocks up to which a group is given blocks at admission."""
+        if window is not None:
+            num_tokens = min(num_tokens, cached.num_blocks * self.block_size + num_first)
+        return self.blocks_for(num_tokens)
+
+    def try_fit(
+        self, request: Request, num_first: int, num_reserved: int = 0
+    ) -> tuple[CachedPrefix, int] | None:
+        """The request's cached blocks, if it fits now, and how many tokens it may compute first, at
+        most `num_first`; else None.
 
         num_reserved: free blocks that others will take. A request may wait for blocks over many
         steps. It can fit only after a block was freed or its next block became cached, so until
@@ -270,30 +140,105 @@ class KVCacheManager:
             if not upcoming or self.pool.lookup(upcoming[0]) is None:
                 return None
         cached = self.find_cached(request)
-        needed = self.num_needed(len(request.token_ids), cached)
-        fits = needed + num_reserved <= self.pool.num_free
+        room = self.pool.num_free - num_reserved
+        num_tokens = len(request.token_ids)
+        least = self.block_size if self._windowed else num_first
+        while not (fits := self.num_needed(num_tokens, cached, num_first) <= room):
+            if num_first <= least:
+                break
+            num_first = max(least, num_first // 2)
         if not num_reserved:  # what others will take, they may yet leave
-            self._misfit = None if fits else (request, len(cached), freed)
-        return cached if fits else None
+            self._misfit = None if fits else (request, cached.num_blocks, freed)
+        return (cached, num_first) if fits else None
 
-    def admit(self, slot: int, num_tokens: int, cached: Sequence[int]) -> IntArray:
-        """Give an empty slot its cached blocks, and new ones for the rest; returns all ids."""
-        assert self.num_blocks[slot] == 0
-        for block in cached:  # before taking new blocks, which could evict a hit
-            self.pool.touch(block)
-        count = self.blocks_for(num_tokens)
-        new = [self.pool.pop_free() for _ in range(count - len(cached))]
-        self.block_table[slot, :count] = [*cached, *new]
-        self.num_blocks[slot] = count
-        self.num_registered[slot] = len(cached)
-        return self.block_table[slot, :count].copy()
+    def admit(
+        self, slot: int, num_tokens: int, cached: CachedPrefix, num_first: int
+    ) -> list[tuple[int, list[int]]]:
+        """Give an empty slot its cached blocks, and new ones as `num_needed` counts them. Returns,
+        per group, the position of its first block and the ids from there on."""
+        assert not self.num_blocks[:, slot].any()
+        for blocks in cached.blocks:  # before taking new blocks, which could evict a hit
+            for block in blocks:
+                self.pool.touch(block)
+        given = []
+        for group, (window, blocks) in enumerate(zip(self.windows, cached.blocks, strict=True)):
+            first = cached.num_blocks - len(blocks)
+            end = self._end(window, num_tokens, cached, num_first)
+            new = [self.pool.pop_free() for _ in range(end - cached.num_blocks)]
+            ids = [*blocks, *new]
+            if len(self.block_groups):
+                self.block_groups[new] = group
+            self.block_tables[group, slot, first:end] = ids
+            self.num_blocks[group, slot] = end
+            self.num_dropped[group, slot] = first
+            given.append((first, ids))
+        self.num_registered[slot] = self._num_found[slot] = cached.num_blocks
+        return given
 
-    def append(self, slot: int) -> int:
-        """Give a slot one more block; returns its id."""
-        block = self.pool.pop_free()
-        self.block_table[slot, self.num_blocks[slot]] = block
-        self.num_blocks[slot] += 1
-        return block
+    def missing(self, slots: IntArray, num_tokens: IntArray) -> IntArray:
+        """[groups, rows] blocks that each slot lacks for its first `num_tokens` tokens; negative
+        where it has more."""
+        missing: IntArray = -(-num_tokens // self.block_size) - self.num_blocks[:, slots]
+        return missing
+
+    def room(self, slot: int, num_free: int) -> int:
+        """Tokens for which a slot can have blocks, if its groups with a window get `num_free`
+        blocks in equal parts and the others none."""
+        held = self.num_blocks[:, slot].copy()
+        for group, _ in self._windowed:
+            held[group] += num_free // len(self._windowed)
+        return int(held.min()) * self.block_size
+
+    def append(self, slot: int, group: int = 0, count: int = 1) -> tuple[int, list[int]]:
+        """Give a slot more blocks in a group. Returns the position of the first, and their ids."""
+        first = int(self.num_blocks[group, slot])
+        blocks = [self.pool.pop_free() for _ in range(count)]
+        if len(self.block_groups):
+            self.block_groups[blocks] = group
+        self.block_tables[group, slot, first : first + count] = blocks
+        self.num_blocks[group, slot] = first + count
+        return first, blocks
+
+    def append_one_each(self, groups: IntArray, slots: IntArray) -> tuple[IntArray, list[int]]:
+        """Give one block more to each of these slots in these groups, all pairs different. Returns
+        the blocks' positions and ids."""
+        positions: IntArray = self.num_blocks[groups, slots]
+        blocks = [self.pool.pop_free() for _ in range(len(slots))]
+        if len(self.block_groups):
+            self.block_groups[blocks] = groups
+        self.block_tables[groups, slots, positions] = blocks
+        self.num_blocks[groups, slots] = positions + 1
+        return positions, blocks
+
+    def drop_unseen(self, slots: IntArray, positions: IntArray) -> None:
+        """Give up the blocks that these slots' tokens from `positions` on do not see. Steps in
+        flight may read them still: what is written to them later is written by a later step.
+
+        They stay findable until they are used again, before other cached blocks: hits need the
+        blocks in front of them less often. Blocks that were found in the cache count as others.
+        """
+        for group, window in self._windowed:
+            unseen = np.maximum(positions - (window - 1), 0) // self.block_size
+            if self.enable_prefix_caching:
+                unseen = np.minimum(unseen, self.num_registered[slots])
+            for i in np.flatnonzero(unseen > self.num_dropped[group, slots]).tolist():
+                slot, end = int(slots[i]), int(unseen[i])
+                first = int(self.num_dropped[group, slot])
+                row = self.block_tables[group, slot]
+                found = min(max(first, int(self._num_found[slot])), end)
+                self.pool.release(row[first:found].tolist())
+                self.pool.release(row[found:end].tolist(), reuse_soon=True)
+                if self.given_up is not None and not self.enable_prefix_caching:
+                    self.given_up += row[first:end].tolist()
+                row[first:end] = NULL_BLOCK
+                self.num_dropped[group, slot] = end
+
+    def has_unseen(self, slot: int, position: int) -> bool:
+        """True if a slot holds blocks that its tokens from `position` on do not see."""
+        return any(
+            first_seen(position, window, self.block_size) > self.num_dropped[group, slot]
+            for group, window in self._windowed
+        )
 
     def register(self, slot: int, num_tokens: int, request: Request, tokens: IntArray) -> None:
         """Make the slot's full blocks within its first `num_tokens` tokens findable.
@@ -304,17 +249,57 @@ class KVCacheManager:
         hash_blocks(tokens[:num_tokens], self.block_size, request.block_hashes, request.cache_salt)
         full = num_tokens // self.block_size
         for i in range(int(self.num_registered[slot]), full):
-            self.pool.register(int(self.block_table[slot, i]), request.block_hashes[i])
+            for group in range(len(self.windows)):
+                block = int(self.block_tables[group, slot, i])
+                self.pool.register(block, block_key(group, request.block_hashes[i]))
         self.num_registered[slot] = full
+        if self.states is not None:
+            self.states.publish(slot, full, request.block_hashes)
 
-    def forget(self, slot: int) -> None:
-        """Remove the hashes of the slot's blocks, including shared ones."""
-        self.pool.forget(self.block_table[slot, : self.num_blocks[slot]].tolist())
+    def forget_idle(self) -> bool:
+        """Drop the cached prefixes that no request uses; returns True if none is left."""
+        if self.states is not None:
+            self.states.clear()
+        return self.pool.forget_idle()
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Remove the hashes of these blocks, whose slot holds NaN. Where blocks are given up, all
+        hashes go: those that the slot has given up are not known any more."""
+        if self.states is not None:
+            self.states.clear()
+        if self._windowed:
+            self.pool.forget(range(1, self.pool.num_blocks))
+        else:
+            self.pool.forget(blocks)
+
+    def held(self, slot: int) -> list[int]:
+        """The blocks of a slot, group by group, each from its newest to its oldest."""
+        table, first, end = self.block_tables, self.num_dropped[:, slot], self.num_blocks[:, slot]
+        return [
+            block
+            for group in range(len(self.windows))
+            for block in table[group, slot, first[group] : end[group]][::-1].tolist()
+        ]
+
+    def copy_held(self, slot: int) -> IntArray:
+        """The blocks of a slot, in any order."""
+        spans = zip(self.num_dropped[:, slot], self.num_blocks[:, slot], strict=True)
+        tables = self.block_tables[:, slot]
+        parts = [tables[group, first:end] for group, (first, end) in enumerate(spans)]
+        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
+
+    def num_held(self, slots: IntArray) -> IntArray:
+        """[rows] blocks of these slots."""
+        held: IntArray = (self.num_blocks[:, slots] - self.num_dropped[:, slots]).sum(axis=0)
+        return held
 
     def take_all(self, slot: int) -> list[int]:
-        """Empty a slot's block table; the caller owns the returned references, tail first."""
-        blocks: list[int] = self.block_table[slot, : self.num_blocks[slot]][::-1].tolist()
-        self.block_table[slot, : len(blocks)] = NULL_BLOCK
-        self.num_blocks[slot] = 0
-        self.num_registered[slot] = 0
+        """Empty a slot's block tables; the caller owns the returned references, tail first."""
+        blocks = self.held(slot)
+        for group, end in enumerate(self.num_blocks[:, slot].tolist()):
+            self.block_tables[group, slot, :end] = NULL_BLOCK
+        self.num_blocks[:, slot] = self.num_dropped[:, slot] = 0
+        self.num_registered[slot] = self._num_found[slot] = 0
+        if self.states is not None:
+            self.states.vacate(slot)
         return blocks

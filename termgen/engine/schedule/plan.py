@@ -15,12 +15,34 @@ import numpy as np
 from termgen.engine.schedule.constraints import Constraints, rows_with_grammar
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.slot_table import Fence, SlotTable
+from termgen.engine.schedule.state_cache import StateCache
 from termgen.vocabulary.request import IntArray, Request
 from termgen.vocabulary.step import AddedRow, PromptSpan, SamplingNeeds, StepPlan
 
 _NO_IDS: IntArray = np.zeros(0, np.int32)
 
 NEVER = 1 << 62
+
+
+def drop_unseen(table: SlotTable, kv: KVCacheManager, slots: IntArray) -> None:
+    """Give up the blocks that no later token of these slots sees. A step may compute the newest
+    known token once more, for lack of its mask."""
+    if kv.has_windows and len(slots):
+        newest = np.minimum(table.num_computed[slots], table.num_tokens[slots] - 1)
+        kv.drop_unseen(slots, newest)
+
+
+def copy_states(
+    table: SlotTable, states: StateCache, slots: IntArray, builder: PlanBuilder
+) -> None:
+    """Have the states of recurrent layers copied that stand where later requests may start."""
+    computed, num_prompt = table.num_computed[slots], table.num_prompt[slots]
+    for i in states.due(slots, computed, num_prompt).tolist():
+        slot, position = int(slots[i]), int(computed[i])
+        place = states.copy(slot, position, is_answer=bool(position > num_prompt[i]))
+        if place is not None:
+            builder.copied_slots.append(slot)
+            builder.copy_places.append(place)
 
 
 def sampling_needs(
@@ -47,15 +69,28 @@ class PlanBuilder:
     block_slots: list[int] = field(default_factory=list)
     block_positions: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    block_groups: list[int] = field(default_factory=list)
+    copied_slots: list[int] = field(default_factory=list)
+    copy_places: list[int] = field(default_factory=list)
     added: list[AddedRow] = field(default_factory=list)
 
-    def add_blocks(self, slot: int, start: int, blocks: list[int]) -> None:
-        """Extend a slot's block table from index `start`."""
+    def add_blocks(self, slot: int, start: int, blocks: list[int], group: int = 0) -> None:
+        """Extend a slot's block table in a group from index `start`."""
+        self.block_groups += [group] * len(blocks)
         self.block_slots += [slot] * len(blocks)
         self.block_positions += range(start, start + len(blocks))
         self.block_ids += blocks
 
-    def add_row(self, request: Request, num_computed: int) -> None:
+    def add_columns(
+        self, groups: IntArray, slots: IntArray, positions: IntArray, blocks: list[int]
+    ) -> None:
+        """Add a block to each of these slots' block tables."""
+        self.block_groups += groups.tolist()
+        self.block_slots += slots.tolist()
+        self.block_positions += positions.tolist()
+        self.block_ids += blocks
+
+    def add_row(self, request: Request, num_computed: int, state_place: int = -1) -> None:
         """Add a request that has just got a slot."""
         self.added.append(
             AddedRow(
@@ -64,6 +99,7 @@ class PlanBuilder:
                 token_ids=request.token_ids,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=num_computed,
+                state_place=state_place,
                 max_total_tokens=request.max_total_tokens,
                 stop_token_ids=tuple(sorted(request.stop_token_ids)),
                 params=request.params,
@@ -140,6 +176,9 @@ class PlanBuilder:
             block_slots=_ids(self.block_slots),
             block_positions=_ids(self.block_positions),
             block_ids=_ids(self.block_ids),
+            block_groups=_ids(self.block_groups) if any(self.block_groups) else None,
+            copied_slots=_ids(self.copied_slots) if self.copied_slots else None,
+            copy_places=_ids(self.copy_places) if self.copied_slots else None,
             sampling=sampling,
             constrained=constrained,
             prompt_spans=prompt_spans,
@@ -247,13 +286,18 @@ class DecodeStep:
         steps = int(np.minimum.reduce(limit - known))
         if steps <= 0 or np.count_nonzero(known - num_computed != 1):
             return False
-        room = kv.num_blocks.take(rows) * kv.block_size - num_computed
-        needy = (room <= 0).nonzero()[0]
+        rooms = kv.num_blocks.take(rows, axis=1) * kv.block_size - num_computed
+        groups, needy = (rooms <= 0).nonzero()
+        drop_unseen(table, kv, rows)
         if len(needy) > kv.pool.num_free:
             return False
-        for slot in rows[needy].tolist():
-            builder.add_blocks(slot, int(kv.num_blocks[slot]), [kv.append(slot)])
-        room[needy] += kv.block_size
+        if len(needy):
+            slots = rows.take(needy)
+            builder.add_columns(groups, slots, *kv.append_one_each(groups, slots))
+            rooms[groups, needy] += kv.block_size
+            if kv.states is not None:
+                copy_states(table, kv.states, np.unique(slots), builder)
+        room = np.minimum.reduce(rooms)
         self._steps_left = min(steps, int(np.minimum.reduce(room)))
         self._computed, self._epochs = num_computed, epochs
         self._look_at_step = self._fence.landed_step if kv.enable_prefix_caching else NEVER

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from termgen.engine.schedule.block_pool import CachedPrefix
 from termgen.engine.schedule.constraints import Constraints
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.plan import DecodeStep, PlanBuilder
+from termgen.engine.schedule.plan import DecodeStep, PlanBuilder, copy_states, drop_unseen
 from termgen.engine.schedule.prompt_pace import PromptPace
 from termgen.engine.schedule.request_queue import RequestQueue, choose_victim, priority_key
 from termgen.engine.schedule.slot_table import Fence, SlotTable
@@ -114,10 +115,10 @@ class Scheduler:
             )
         assert len(request.token_ids) < request.max_total_tokens <= self.config.max_model_len
         needed = request.max_total_tokens - 1  # the last token's KV is never computed
-        if needed > self.kv.capacity_tokens:
+        if needed > (capacity := self.kv.capacity_tokens):
             raise RequestError(
                 f"the request may need {needed} tokens of KV cache, but the cache holds only "
-                f"{self.kv.capacity_tokens}: lower max_tokens or raise --kv-cache-gib",
+                f"{capacity}: lower max_tokens or raise --kv-cache-gib",
                 param="max_tokens",
             )
         self.requests[request.request_id] = request
@@ -204,15 +205,21 @@ class Scheduler:
         is_busy = self.fence.landed_step < self.newest_step
         self.constraints.hold_back(table, running, want, is_busy=is_busy)
         num_new = np.minimum(want, self._threshold)
+        states = self.kv.states
+        if states is not None:
+            num_new = states.cut(running, table.num_computed[running], num_new)
         budget = self.config.max_num_batched_tokens
         newcomers = self._share_among_prompts(num_new, budget, may_admit)
         ends = np.cumsum(num_new)
         if len(ends) and ends[-1] > budget:
             num_new = np.clip(budget - (ends - num_new), 0, num_new)
         builder = PlanBuilder()
+        drop_unseen(table, self.kv, running)
         preempted = self._give_blocks(running, num_new, builder)
         chosen = np.flatnonzero(num_new)
         slots, counts = running[chosen], num_new[chosen]
+        if states is not None:
+            copy_states(table, states, slots, builder)
         self._advance(slots, counts, counts == want[chosen])
         if may_admit and not preempted:
             left = budget - int(counts.sum())
@@ -259,14 +266,15 @@ class Scheduler:
         found: list[tuple[Request, int]] = []
         num_blocks = num_missing = 0
         for request in self._ready():
-            cached = self.kv.try_fit(request, num_blocks)
-            if cached is None:
+            fit = self.kv.try_fit(request, self._threshold, num_blocks)
+            if fit is None:
                 self._lacks_blocks = not found
                 break
+            cached, limit = fit
             num_tokens = len(request.token_ids)
-            missing = min(num_tokens - len(cached) * self.kv.block_size, self._threshold)
+            missing = min(num_tokens - cached.num_blocks * self.kv.block_size, limit)
             found.append((request, missing))
-            num_blocks += self.kv.num_needed(num_tokens, cached)
+            num_blocks += self.kv.num_needed(num_tokens, cached, limit)
             num_missing += missing
             is_full = num_missing >= budget and pace.fills(budget, len(found))
             if is_full or len(found) == len(self.free_slots):
@@ -279,12 +287,11 @@ class Scheduler:
         Sets num_new to 0 for rows that cannot be computed. Returns True if a row was preempted.
         """
         kv = self.kv
-        target = self.slots.num_computed[running] + num_new
-        missing = -(-target // kv.block_size) - kv.num_blocks[running]
-        needy = np.flatnonzero((missing > 0) & (num_new > 0))
-        if int(missing[needy].sum()) <= kv.pool.num_free:
-            for slot, need in zip(running[needy].tolist(), missing[needy].tolist(), strict=True):
-                self._append_blocks(slot, need, builder)
+        missing = self._missing_blocks(running, num_new)
+        needy = np.flatnonzero(missing.any(axis=0))
+        if int(missing.sum()) <= kv.pool.num_free:
+            for i in needy.tolist():
+                self._append_blocks(int(running[i]), missing[:, i], builder)
             return False
         order: npt.NDArray[np.integer[Any]] = needy
         if self.config.policy == "priority":
@@ -307,8 +314,22 @@ class Scheduler:
         index_of = {int(slot): i for i, slot in enumerate(running)}
         before = self.stats.num_preemptions
         for i in order:
-            slot, need = int(running[i]), int(missing[i])
+            slot = int(running[i])
             if self.slots.requests[slot] is None:  # was a victim itself
+                continue
+            if self.kv.has_windows and num_new[i] > 1:
+                # A prompt takes as much as there are blocks for, and no more than a block of
+                # another row.
+                computed = int(self.slots.num_computed[slot])
+                room = self.kv.room(slot, self.kv.pool.num_free) - computed
+                if room <= 0:
+                    room = self.kv.block_size - computed % self.kv.block_size
+                if room < num_new[i]:
+                    num_new[i] = room
+                    missing[:, [i]] = self._missing_blocks(running[[i]], num_new[[i]])
+            need = int(missing[:, i].sum())
+            if need > self.kv.pool.num_free and self._gives_up_blocks(slot):
+                num_new[i] = 0
                 continue
             while self.kv.pool.num_free < need:
                 if self.kv.pool.num_free + self.fence.num_blocks >= need:
@@ -324,12 +345,25 @@ class Scheduler:
                 num_new[i] = 0
                 continue
             # A row is never preempted for one of lower precedence, so allocated blocks stay.
-            self._append_blocks(slot, need, builder)
+            self._append_blocks(slot, missing[:, i], builder)
         return self.stats.num_preemptions > before
 
-    def _append_blocks(self, slot: int, count: int, builder: PlanBuilder) -> None:
-        start = int(self.kv.num_blocks[slot])
-        builder.add_blocks(slot, start, [self.kv.append(slot) for _ in range(count)])
+    def _gives_up_blocks(self, slot: int) -> bool:
+        """True if a row will have blocks to give up once the steps in flight have landed."""
+        is_behind = self.slots.num_pending[slot] > 0
+        return bool(is_behind) and self.kv.has_unseen(slot, int(self.slots.num_computed[slot]))
+
+    def _missing_blocks(self, slots: IntArray, num_new: IntArray) -> IntArray:
+        """[groups, rows] blocks that these slots lack to compute so many tokens more."""
+        target = self.slots.num_computed[slots] + num_new
+        missing: IntArray = np.maximum(self.kv.missing(slots, target), 0) * (num_new > 0)
+        return missing
+
+    def _append_blocks(self, slot: int, counts: IntArray, builder: PlanBuilder) -> None:
+        """counts: [groups]"""
+        for group, count in enumerate(counts.tolist()):
+            if count:
+                builder.add_blocks(slot, *self.kv.append(slot, group, count), group)
 
     def _preempt(self, slot: int) -> None:
         """Release a row's slot; the request keeps its tokens and recomputes their KV later."""
@@ -358,21 +392,33 @@ class Scheduler:
         turns = zip(self._ready(), repeat(budget)) if newcomers is None else iter(newcomers)
         while budget > 0 and self.free_slots and (turn := next(turns, None)) is not None:
             request, limit = turn
-            cached = self.kv.try_fit(request)
-            if cached is None:
+            fit = self.kv.try_fit(request, min(budget, limit, self._threshold))
+            if fit is None:
                 self._lacks_blocks = True
                 break
-            missing = len(request.token_ids) - len(cached) * self.kv.block_size
+            cached, limit = fit
+            missing = len(request.token_ids) - cached.num_blocks * self.kv.block_size
             self.waiting.remove(request)
             slot = self.free_slots.pop()
-            self._start(request, slot, cached, builder, now_ns)
-            count = min(missing, budget, limit, self._threshold)
+            count = min(missing, limit)
+            if self.kv.states is not None:
+                count = self._cut_first(request, slot, cached, count)
+            self._start(request, slot, cached, count, builder, now_ns)
             complete = np.asarray([count == missing])
             self._advance(np.asarray([slot]), np.asarray([count], np.int32), complete)
             slots.append(slot)
             counts.append(count)
             budget -= count
         return np.asarray(slots, np.int32), np.asarray(counts, np.int32)
+
+    def _cut_first(self, request: Request, slot: int, cached: CachedPrefix, count: int) -> int:
+        """Tokens of a new row's first step, after which its state may be copied."""
+        states = self.kv.states
+        assert states is not None
+        states.occupy(slot, request, cached.state_place)
+        computed = np.asarray([cached.num_blocks * self.kv.block_size], np.int32)
+        (count,) = states.cut(np.asarray([slot]), computed, np.asarray([count])).tolist()
+        return count
 
     def _ready(self) -> Iterator[Request]:
         """Waiting requests that may join this step, in order; the caller may remove each. Those
@@ -391,22 +437,31 @@ class Scheduler:
                     self.constraints.set_aside(request)
 
     def _start(
-        self, request: Request, slot: int, cached: list[int], builder: PlanBuilder, now_ns: int
+        self,
+        request: Request,
+        slot: int,
+        cached: CachedPrefix,
+        num_first: int,
+        builder: PlanBuilder,
+        now_ns: int,
     ) -> None:
+        """num_first: tokens that it computes in this step."""
         num_tokens = len(request.token_ids)
-        num_computed = len(cached) * self.kv.block_size
+        num_computed = cached.num_blocks * self.kv.block_size
+        request.hit = cached.hit
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_computed
             request.first_scheduled_ns = now_ns
             if self.kv.enable_prefix_caching:
                 self.stats.prefix_query_tokens += num_tokens
                 self.stats.prefix_hit_tokens += num_computed
-        blocks = self.kv.admit(slot, num_tokens, cached)
-        builder.add_blocks(slot, 0, blocks.tolist())
+        given = self.kv.admit(slot, num_tokens, cached, num_first)
+        for group, (first, blocks) in enumerate(given):
+            builder.add_blocks(slot, first, blocks, group)
         self.slots.occupy(slot, request, num_computed)
         self.constraints.seat(request, slot)
         request.status = RequestStatus.RUNNING
-        builder.add_row(request, num_computed)
+        builder.add_row(request, num_computed, cached.state_place)
         self.started.append(
             StartedRow(
                 request_id=request.request_id,
@@ -440,6 +495,9 @@ class Scheduler:
             kv.register(slot, num_tokens, table.request_at(slot), table.token_ids[slot])
 
     def _count_plan(self, plan: StepPlan) -> StepPlan:
+        if self.kv.given_up:
+            plan = plan._replace(given_up=np.asarray(self.kv.given_up, np.int32))
+            self.kv.given_up = []
         if not plan.is_decode:
             prompt_left = self.slots.num_prompt[plan.slots] - plan.num_computed
             self.stats.prompt_tokens += int(np.clip(prompt_left, 0, plan.num_tokens).sum())
@@ -505,11 +563,11 @@ class Scheduler:
         slots, epochs = plan.slots[rows], plan.epochs[rows]
         is_current = self.slots.epoch[slots] == epochs
         for slot in slots[is_current].tolist():
-            self.kv.forget(slot)
+            self.kv.forget(self.kv.held(slot))
         released = set(slots[~is_current].tolist())
         for _, slot, blocks in self.fence:
             if slot in released:
-                self.kv.pool.forget(blocks)
+                self.kv.forget(blocks)
 
     def _end_corrupt(self, plan: StepPlan, rows: IntArray, applied: AppliedStep) -> None:
         """End the requests with NaN or infinite logits; the device has stopped them already."""
@@ -549,7 +607,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Drop the cached prefixes that no request uses; returns True if none is left."""
-        return self.kv.pool.forget_idle()
+        return self.kv.forget_idle()
 
     def _finished(
         self,
@@ -604,44 +662,3 @@ class Scheduler:
     def _give_back(self, slot: int, blocks: list[int]) -> None:
         self.kv.pool.release(blocks)
         self.free_slots.append(slot)
-
-    def check_integrity(self) -> None:
-        """AssertionError if any block or slot is lost, shared by mistake or miscounted."""
-        check_scheduler(self)
-
-
-# The scheduler's invariants, checked from scratch: when idle, and by tests after every step.
-
-
-def check_scheduler(scheduler: Scheduler) -> None:
-    """AssertionError if any block or slot is lost, shared by mistake or miscounted."""
-    table, kv = scheduler.slots, scheduler.kv
-    running = set(table.running.tolist())
-    fenced_slots = {slot for _, slot, _ in scheduler.fence}
-    assert len(running) == len(table.running)
-    assert running == {s for s, r in enumerate(table.requests) if r is not None}
-    assert sorted([*running, *fenced_slots, *scheduler.free_slots]) == list(
-        range(scheduler.config.max_num_seqs)
-    ), "a slot is lost or held twice"
-    users: dict[int, int] = {}
-    held = [kv.block_table[s, : kv.num_blocks[s]].tolist() for s in running]
-    for blocks in [*held, *(b for _, _, b in scheduler.fence)]:
-        for block in blocks:
-            users[block] = users.get(block, 0) + 1
-    kv.pool.check_integrity(users)
-    assert scheduler.fence.num_blocks == sum(len(b) for _, _, b in scheduler.fence)
-    for slot in set(range(scheduler.config.max_num_seqs)) - running:
-        assert kv.num_blocks[slot] == kv.num_registered[slot] == 0, "an empty slot holds blocks"
-    for slot in running:
-        request = table.request_at(slot)
-        tokens, pending = int(table.num_tokens[slot]), int(table.num_pending[slot])
-        computed = int(table.num_computed[slot])
-        assert request.status is RequestStatus.RUNNING and request.slot == slot
-        assert 0 <= computed <= tokens + pending <= request.max_total_tokens
-        assert computed <= int(kv.num_blocks[slot]) * kv.block_size
-        registered = int(kv.num_registered[slot]) * kv.block_size
-        assert registered <= min(computed, tokens), "a block is findable before it is computed"
-        assert scheduler.requests[request.request_id] is request
-    waiting = [r for r in scheduler.waiting]
-    assert all(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for r in waiting)
-    assert len(waiting) + len(running) == len(scheduler.requests)

@@ -43,7 +43,9 @@ from termgen.engine.text.chat_template import (
 )
 from termgen.engine.text.request_template import OF_MODEL, RequestTemplate, TemplateWorkers
 from termgen.engine.text.tokenizer_files import TokenizerParts
+from termgen.engine.text.turn_ends import Mark, other_conversation, turn_ends, up_to_question
 from termgen.errors import RequestError
+from termgen.vocabulary.request import TurnEnds
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -329,13 +331,8 @@ def alphabets(contents: list[str]) -> tuple[str, str]:
 Template = ChatTemplate | RequestTemplate
 
 
-@dataclass(frozen=True, slots=True)
-class _Control:
-    """One control token found in an encoded text."""
-
-    token_id: int
-    start: int
-    end: int
+Marked = tuple[list[int], list[Mark]]
+"""A prompt's tokens, and the control tokens among them that the template wrote."""
 
 
 class ChatEncoder:
@@ -370,15 +367,43 @@ class ChatEncoder:
         continue_final_message: bool,
         variables: Mapping[str, Any],
         chat_template: str | None = None,
-    ) -> list[int]:
-        """The prompt as token ids, control tokens only where the template wrote them."""
+        marks_turns: bool = False,
+    ) -> tuple[list[int], TurnEnds]:
+        """The prompt as token ids, control tokens only where the template wrote them; and where
+        turns end in it, if that is asked for and can be found."""
         chat = _check(messages, add_generation_prompt, continue_final_message, variables)
         guard = self._guard_for(chat.variables, chat_template)
         text = self._render(guard.template, chat)
+        ids, marks = self._encode(chat, guard, text)
+        if not (marks_turns and marks and chat_template is None):  # a request's may take long
+            return ids, TurnEnds()
+        return ids, self._turn_ends(chat, guard, text, marks)
+
+    def _turn_ends(self, chat: Chat, guard: _Guard, text: str, marks: list[Mark]) -> TurnEnds:
+        """Where turns end in the chat's text, from other texts without a generation prompt."""
+
+        def rendered(messages: list[dict[str, Any]]) -> str:
+            if not messages:
+                return ""
+            bare = replace(chat, messages=messages, add_generation_prompt=False, continued=None)
+            try:
+                return self._render(guard.template, bare)
+            except RequestError:  # the template requires other messages
+                return ""
+
+        return turn_ends(
+            text,
+            marks,
+            bare=rendered(chat.messages if chat.add_generation_prompt else []),
+            question=rendered(up_to_question(chat.messages)),
+            other=rendered(other_conversation(chat.messages)),
+        )
+
+    def _encode(self, chat: Chat, guard: _Guard, text: str) -> Marked:
         encoding = encode_text(self._backend, text, add_special_tokens=False)
         controls = guard.controls(encoding, text)
         if not controls:
-            return list(encoding.ids)
+            return list(encoding.ids), []
         masked: str | None = None
         for alphabet in guard.alphabets:
             mask = Mask(alphabet, guard.alphabets[-1], guard.kept, avoid=text)
@@ -389,7 +414,7 @@ class ChatEncoder:
                 continue
             if mask.undo(masked) == text:
                 if all(text[c.start : c.end] == masked[c.start : c.end] for c in controls):
-                    return list(encoding.ids)
+                    return list(encoding.ids), controls
                 return guard.encode_guarded(text, masked, mask)
         return guard.encode_compared(chat, encoding, controls, masked)
 
@@ -558,7 +583,7 @@ class _Guard:
         self.alphabets = alphabets(self._contents)
         self._as_text: tuple[Backend, str, int] | None = None
 
-    def controls(self, encoding: Encoding, text: str) -> list[_Control]:
+    def controls(self, encoding: Encoding, text: str) -> list[Mark]:
         """Guarded tokens in an encoded text, in order."""
         hits = [i for i, token_id in enumerate(encoding.ids) if token_id in self._guarded]
         if not hits:
@@ -569,14 +594,14 @@ class _Guard:
             # Not `offsets`, which builds a pair for every token under the GIL.
             place = encoding.token_to_chars(i)
             assert place is not None, "every token has a place"
-            found.append(_Control(ids[i], *place))
+            found.append(Mark(ids[i], *place, i))
         unknown_id, unknown = self._unknown
         # The unknown token also stands for characters the vocabulary lacks.
         return [
             c for c in found if c.token_id != unknown_id or text[c.start : c.end].strip() == unknown
         ]
 
-    def encode_guarded(self, text: str, masked: str, mask: Mask) -> list[int]:
+    def encode_guarded(self, text: str, masked: str, mask: Mask) -> Marked:
         """Encode `text` with control tokens only where `masked` has them too."""
         backend, anchor, anchor_id = self.text_backend()
         short, place_of = mask.shorten(masked)
@@ -584,22 +609,27 @@ class _Guard:
         # An anchor, itself an added token, replaces each of the template's control tokens: the text
         # between them is then split and normalised exactly as next to those.
         pieces: list[str] = []
+        places = [(place_of(control.start), place_of(control.end)) for control in own]
         position = 0
-        for control in own:
-            pieces += (text[position : place_of(control.start)], anchor)
-            position = place_of(control.end)
+        for start, end in places:
+            pieces += (text[position:start], anchor)
+            position = end
         pieces.append(text[position:])
         ids = encode_ids(backend, "".join(pieces), add_special_tokens=False)
         for token_id in ids:
             if token_id in self._guarded and token_id != self._unknown[0]:
                 raise _refusal(self._guarded[token_id].content)
-        assert ids.count(anchor_id) == len(own), "an anchor was lost"
-        controls = iter(own)
-        return [next(controls).token_id if i == anchor_id else i for i in ids]
+        positions = [i for i, token_id in enumerate(ids) if token_id == anchor_id]
+        assert len(positions) == len(own), "an anchor was lost"
+        marks = []
+        for control, place, i in zip(own, places, positions, strict=True):
+            ids[i] = control.token_id
+            marks.append(Mark(control.token_id, *place, i))
+        return ids, marks
 
     def encode_compared(
-        self, chat: Chat, encoding: Encoding, controls: list[_Control], masked: str | None
-    ) -> list[int]:
+        self, chat: Chat, encoding: Encoding, controls: list[Mark], masked: str | None
+    ) -> Marked:
         """Encode for a template whose output depends on the wording: accept or refuse."""
         if self._special_text is not None:
             clients = [{k: v for k, v in m.items() if k != "role"} for m in chat.messages]
@@ -618,7 +648,7 @@ class _Guard:
                 "this model's chat template turns these messages into control tokens; send them"
                 " without text such as " + " or ".join(sorted(self._contents)[:2])
             )
-        return list(encoding.ids)
+        return list(encoding.ids), controls
 
     def text_backend(self) -> tuple[Backend, str, int]:
         """A copy of the tokenizer that treats guarded tokens as text. Built on first use."""

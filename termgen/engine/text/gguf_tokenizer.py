@@ -1,8 +1,9 @@
 """Builds a tokenizer from a GGUF file's metadata.
 
 A GGUF file has no tokenizer.json: it lists tokens, merges or scores, token types and ids of special
-tokens, and names the rule that splits text into words. Two kinds cover the supported models:
-`gpt2` (byte-level BPE) and `llama` (SentencePiece BPE with byte fallback). The file is untrusted:
+tokens, and names the rule that splits text into words. Three kinds cover the supported models:
+`gpt2` (byte-level BPE), `llama` (SentencePiece BPE with byte fallback) and `gemma4` (the same with
+its merges in the file). The file is untrusted:
 every list is checked before the `tokenizers` library sees it, and a fault raises a ModelError.
 """
 
@@ -34,10 +35,21 @@ LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN35_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEKKEN_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GPT2_SPLIT = None
 """The split built into the byte-level pre-tokenizer."""
@@ -54,7 +66,10 @@ SPLITS: Mapping[str, str | None] = {
     "smaug-bpe": LLAMA3_SPLIT,
     "qwen2": QWEN2_SPLIT,
     "deepseek-r1-qwen": QWEN2_SPLIT,
+    "qwen35": QWEN35_SPLIT,
     "tekken": TEKKEN_SPLIT,
+    "gpt-4o": GPT4O_SPLIT,
+    "llama4": GPT4O_SPLIT,
 }
 """tokenizer.ggml.pre -> the regular expression that splits text into words."""
 
@@ -62,11 +77,23 @@ WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "
 """Vocabularies in which a word that is a token is encoded as that token, ignoring merges. Their
 models also expect a beginning-of-sequence token unless the file says otherwise."""
 
-NFC_NORMALISED = frozenset({"qwen2", "deepseek-r1-qwen"})
+NFC_NORMALISED = frozenset({"qwen2", "deepseek-r1-qwen", "qwen35"})
 
-MERGED_BY_POSITION = frozenset({"gemma3"})
+MERGED_BY_POSITION = frozenset({"gemma2", "gemma3", "gemma3n"})
 """Values of general.architecture whose merges are ordered by token id: runs of spaces are
 user-defined tokens there, without usable scores."""
+
+ENDS = {"muse-glimmer": ("eos", "eot"), "gpt-oss": ("eos",)}
+"""general.architecture -> named tokens that end an answer, where that has several messages: the
+token that ends a message (eom, of harmony's messages eot, too) does not end the answer."""
+_ALL_ENDS = ("eos", "eot", "eom")
+
+HARMONY_ENDS = ("<|return|>", "<|call|>")
+"""Tokens that end an answer in a vocabulary that has both. `<|end|>` ends a message there."""
+
+GEMMA4_ENDS = ("<turn|>", "<|tool_response>")
+"""Tokens that end an answer in a vocabulary of the kind `gemma4`. The second asks for the result of
+a call; files list it among the tokens to be shown."""
 
 MAX_MERGED_CHARS = 256
 """Longer tokens are not searched for merges, as the work is quadratic in the length."""
@@ -155,12 +182,12 @@ class _Builder:
         }
         if self._kind == "gpt2":
             backend, bos_by_default = self._byte_level(), self._pre in WHOLE_WORDS_FIRST
-        elif self._kind == "llama":
+        elif self._kind in ("llama", "gemma4"):
             backend, bos_by_default = self._sentencepiece(named_ids["unk_token"]), True
         else:
             raise UnsupportedModelError(
                 f"{self._source}: tokenizer.ggml.model {self._kind!r} is not supported"
-                " (supported: gpt2, llama)"
+                " (supported: gpt2, llama, gemma4)"
             )
         named = {name: self._tokens[i] for name, i in named_ids.items() if i is not None}
         self._add_tokens(backend, named)
@@ -237,6 +264,8 @@ class _Builder:
     def _sentencepiece(self, unknown_id: int | None) -> Backend:
         vocab = {token: i for i, token in enumerate(self._tokens)}
         written = self._list("merges", str)
+        if not written and self._kind == "gemma4":
+            raise self._corrupt("tokenizer.ggml.merges is empty or missing")
         merges = [self._pair(m) for m in written] if written else self._derived_merges(vocab)
         unknown = None if unknown_id is None else self._tokens[unknown_id]
         backend = self._bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -246,7 +275,7 @@ class _Builder:
             decoders.ByteFallback(),
             decoders.Fuse(),
         ]
-        if self._flag("add_space_prefix", True):
+        if self._flag("add_space_prefix", self._kind == "llama"):
             steps.insert(0, normalizers.Prepend(SPACE_MARK))
             undo.append(decoders.Strip(" ", 1, 0))
         backend.normalizer = normalizers.Sequence(steps)
@@ -313,12 +342,23 @@ class _Builder:
         return {name: source for name, source in found.items() if isinstance(source, str)}
 
     def _eos_ids(self, templates: Mapping[str, str]) -> tuple[int, ...]:
-        listed = [self._id(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+        architecture = self._metadata.get("general.architecture")
+        names = ENDS.get(architecture, _ALL_ENDS) if isinstance(architecture, str) else _ALL_ENDS
+        listed = [self._id(f"{name}_token_id") for name in names]
         ids = dict.fromkeys(i for i in listed if i is not None)
-        for token_id, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
-            if kind == CONTROL and token in END_OF_TURN and token in templates.get("default", ""):
-                ids[token_id] = None
-        return tuple(ids)
+        control = {
+            token: token_id
+            for token_id, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True))
+            if kind == CONTROL
+        }
+        if all(token in control for token in HARMONY_ENDS):
+            return tuple(ids | {control[token]: None for token in HARMONY_ENDS})
+        if self._kind == "gemma4":
+            named = {token: i for i, token in enumerate(self._tokens) if token in GEMMA4_ENDS}
+            return tuple(ids | {named[token]: None for token in GEMMA4_ENDS if token in named})
+        template = templates.get("default", "")
+        ends = [token for token in END_OF_TURN if token in control and token in template]
+        return tuple(ids | {control[token]: None for token in ends})
 
     def _id(self, key: str) -> int | None:
         value = self._metadata.get(f"tokenizer.ggml.{key}")

@@ -25,6 +25,7 @@ from termgen.system.helper_process import (
     no_process,
     refusal,
 )
+from termgen.vocabulary.request import TurnEnds
 
 PROGRAM = Path(__file__).with_name("text_program.py")
 LONG_PROMPT_CHARS = 4096
@@ -58,19 +59,23 @@ class TextProcess:
             return False
         return True
 
-    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool, has_to_fit: bool) -> list[int]:
-        """The result of `InputProcessor.tokenize`, or its exception."""
-        asked = prompt, add_special_tokens, has_to_fit
+    def read(
+        self, prompt: Prompt, *, add_special_tokens: bool, has_to_fit: bool, marks_turns: bool
+    ) -> tuple[list[int], TurnEnds]:
+        """The result of `InputProcessor.read`, or its exception."""
+        asked = prompt, add_special_tokens, has_to_fit, marks_turns
         try:
-            ids: bytes = self._helper.ask(asked, limit_s=LIMIT_S)
+            answer: bytes = self._helper.ask(asked, limit_s=LIMIT_S)
         except HelperClosed:
             raise EngineDeadError("the engine was shut down") from None
         except HelperFault as fault:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise refusal(fault, "prompt", "tokenised", param=param) from None
         found = array("I")
-        found.frombytes(ids)
-        return found.tolist()
+        found.frombytes(answer)
+        numbers = found.tolist()
+        num_ends = len(TurnEnds._fields)
+        return numbers[num_ends:], TurnEnds(*numbers[:num_ends])
 
     def close(self) -> None:
         self._helper.close()

@@ -20,6 +20,7 @@ from termgen.engine.text.detokenizer import BytesDecoder, TokenDecoder, WindowDe
 from termgen.engine.text.tokenizer_files import TokenizerParts, read_folder
 from termgen.errors import CorruptFileError, ModelError, ModelNotFoundError, RequestError
 from termgen.system.native_stderr import without_panic_traces
+from termgen.vocabulary.request import TurnEnds
 
 SPACE_MARK = "\u2581"
 """Spelling of a space in SentencePiece vocabularies."""
@@ -166,12 +167,33 @@ class Tokenizer:
         `kwargs`: the template's variables (`tools`, `enable_thinking`). `chat_template`: replaces
         the model's, and is rendered in a helper process. Raises RequestError.
         """
-        return self._need_chat(chat_template).encode(
+        ids, _ = self.encode_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=kwargs,
             chat_template=chat_template,
+        )
+        return ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+        chat_template: str | None,
+        marks_turns: bool = False,
+    ) -> tuple[list[int], TurnEnds]:
+        """The ids of `apply_chat_template`, and with marks_turns where turns end in them."""
+        return self._need_chat(chat_template).encode(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            chat_template=chat_template,
+            marks_turns=marks_turns,
         )
 
     def render_chat(

@@ -1,16 +1,18 @@
 """Detects a model's tool-call syntax from its tokenizer.
 
 Called once at start. A declaration for transformers' response parser in the model's files takes
-precedence over hints in its chat template.
+precedence over hints in its chat template, of which some mean a declaration of `answer_formats`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from termgen.vocabulary.tool_format import ResponseParser, ToolFormat, ToolStyle
+from termgen.engine.text.answer_formats import format_of
+from termgen.vocabulary.tool_format import NewParser, ResponseParser, ToolFormat, ToolStyle
 
 if TYPE_CHECKING:
     from termgen.engine.text.tokenizer import Tokenizer
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 FIRST_LOOK_TOKENS = 64
 """Tokens at the end of a prompt that are searched first for the beginning of the answer."""
 
+_TOOL_ROLE = re.compile(r"==\s*(['\"])tool\1")
+"""A comparison with the role of messages that are results."""
 WORDS = {
     ToolStyle.HERMES: ("<tool_call>", "</tool_call>"),
     ToolStyle.LLAMA: (),
@@ -41,8 +45,9 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat:
     return ToolFormat(
         style=style,
         knows_tools="tools" in source,
+        joins_results="tool_responses" in source and _TOOL_ROLE.search(source) is None,
         special_tokens=special,
-        new_parser=_declared(tokenizer),
+        new_parser=_declared(tokenizer, source),
         template_variables=tuple(sorted(tokenizer.template_variables)),
     )
 
@@ -55,8 +60,11 @@ def _style(source: str) -> ToolStyle:
     return ToolStyle.HERMES
 
 
-def _declared(tokenizer: Tokenizer) -> Callable[[Sequence[int]], ResponseParser] | None:
+def _declared(tokenizer: Tokenizer, source: str) -> NewParser | None:
+    """source: the chat template."""
     declared = tokenizer.response_template
+    if declared is None and (known := format_of(source)) is not None:
+        declared = known.declaration
     if declared is None:
         return None
     try:
@@ -72,9 +80,11 @@ def _declared(tokenizer: Tokenizer) -> Callable[[Sequence[int]], ResponseParser]
         if field.content == "json":
             field.content_args = {**field.content_args, "allow_non_json": True}
 
-    def new_parser(prompt_ids: Sequence[int]) -> ResponseParser:
+    def new_parser(
+        prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> ResponseParser:
         prefix = _begun_answer(template.start_anchor_re, tokenizer, prompt_ids)
-        parser: ResponseParser = Parser(template, prefix=prefix)
+        parser: ResponseParser = Parser(template, prefix=prefix, tools=[dict(one) for one in tools])
         return parser
 
     return new_parser

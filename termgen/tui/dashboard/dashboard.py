@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from textual import on, work
 from textual.app import ComposeResult
@@ -44,13 +45,16 @@ from termgen.tui.dashboard.state.event_reader import EventReader
 from termgen.tui.dashboard.state.log import Level
 from termgen.tui.dashboard.state.past import as_of
 from termgen.tui.dashboard.state.store import DashboardView
+from termgen.tui.dashboard.trace_export import events_between, export_trace
 from termgen.tui.feeds.feed import EngineFeed
 from termgen.tui.feeds.gpu_meter import GpuHistory, GpuWatch
 from termgen.tui.keys.keymap import KeyedApp, key_of
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.canvas_screen import CanvasScreen, Column, Line
+from termgen.tui.paint.formatting import plural
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.spans import Row
+from termgen.vocabulary.events import StepRecord
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
 WINDOWS_S = (None, 30, 60, 120)
@@ -255,6 +259,25 @@ class DashboardScreen(CanvasScreen):
         self._view = replace(self._view, window_s=self._window_s)
         self.action_page("overview")
 
+    @work(group="trace", exclusive=True)
+    async def action_export_trace(self) -> None:
+        """Write the events of the time window, up to the marked step, into the current folder."""
+        end_ns, window_s = self._then.now_ns, self._window_s
+        begin_ns = end_ns - window_s * 1_000_000_000 if window_s else 0
+        events = events_between(self._event_reader.events, begin_ns, end_ns)
+        if not any(isinstance(event, StepRecord) for event in events):
+            self.notify("there is no step to write yet", severity="warning")
+            return
+        try:
+            path, totals = await asyncio.to_thread(
+                export_trace, Path.cwd(), events, self._client.model
+            )
+        except OSError as error:
+            self.notify(f"the trace cannot be written: {error.strerror}", severity="error")
+            return
+        length = f"{plural(totals.num_steps, 'step')}, {totals.length_ns / 1e9:.1f} s"
+        self.notify(f"{path}: {length}; open it at https://ui.perfetto.dev", markup=False)
+
     def action_log_level(self) -> None:
         self._pages.log_level = Level((self._pages.log_level + 1) % len(Level))
         self.action_page("log")
@@ -446,7 +469,8 @@ class DashboardScreen(CanvasScreen):
 
     def _paint_blocks(self, width: int, height: int) -> Sequence[Row]:
         frame, glyphs = self._frame(width, height), self.palette.glyphs
-        return kv_panel(self._then, frame, glyphs, selected=self._selected)
+        groups = self._client.model.cache_groups
+        return kv_panel(self._then, frame, glyphs, selected=self._selected, groups=groups)
 
     def _paint_requests(self, width: int, height: int) -> Sequence[Row]:
         return requests_panel(

@@ -167,6 +167,14 @@ KEYS = [
         tooltip="How far back the series go: what fits, 30 s, 60 s, 120 s",
     ),
     Binding(
+        "x",
+        "export_trace",
+        "Trace",
+        show=False,
+        id="dashboard.trace",
+        tooltip="Write what is shown, or the last 8,192 events, as a trace for Perfetto",
+    ),
+    Binding(
         "v",
         "log_level",
         "Log level",

@@ -116,6 +116,7 @@ class Pages:
             sight.glyphs,
             boxed=sight.boxed,
             selected=sight.selected,
+            groups=sight.model.cache_groups,
         )
 
     def _request(self, sight: Sight, width: int, height: int) -> Sequence[Row]:

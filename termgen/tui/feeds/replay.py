@@ -67,6 +67,8 @@ class ReplayFeed(StreamFeed):
         """Raises ReplayError for a file that is missing, or none of ours."""
         try:
             return cls(read_frames(path))
+        except ReplayError as error:
+            raise ReplayError(f"--replay {error}") from error
         except OSError as error:
             raise ReplayError(f"--replay {path}: {error.strerror}") from error
 
@@ -160,16 +162,16 @@ def read_frames(path: Path) -> list[tuple[int, Frame]]:
             try:
                 found = [(frame, decode(frame)) for frame in reader.feed(data)]
             except TelemetryError as error:
-                raise ReplayError(f"--replay {path}: {error}") from error
+                raise ReplayError(f"{path}: {error}") from error
             for frame, message in found:
                 if message is None:
                     continue
                 if not frames and not isinstance(message, Opening):
-                    raise ReplayError(f"--replay {path}: it does not begin with a snapshot frame")
+                    raise ReplayError(f"{path}: it does not begin with a snapshot frame")
                 newest = max(newest, _time_of(message, newest))
                 frames.append((newest, frame))
     if not frames:
-        raise ReplayError(f"--replay {path}: no frame of an event stream in it")
+        raise ReplayError(f"{path}: no frame of an event stream in it")
     return frames
 
 

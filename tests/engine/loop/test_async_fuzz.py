@@ -17,14 +17,16 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from core_harness import Bearer, CoreDriver
+from scheduler_harness import draw_state_places, draw_windows
 from scripted_device import VOCAB
 
 from termgen.client import PauseMode
 from termgen.errors import CorruptedLogitsError
-from termgen.vocabulary.request import FinishReason
+from termgen.vocabulary.cache_groups import blocks_of_context
+from termgen.vocabulary.request import FinishReason, TurnEnds
 from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT
 
-NUM_SCHEDULES = int(os.environ.get("TERMGEN_FUZZ_SCHEDULES", "192"))
+NUM_SCHEDULES = int(os.environ.get("TERMGEN_FUZZ_SCHEDULES", "128"))
 SCHEDULES_PER_TEST = 8
 NUM_TURNS = 40
 NUM_DEEP_SCHEDULES = NUM_SCHEDULES // 8
@@ -41,7 +43,9 @@ class Schedule:
         self.max_tokens = 120 if is_deep else int(rng.choice([3, 12, 25]))
         block_size = int(rng.choice([1, 2, 4, 8]))
         longest = self.max_prompt + self.max_tokens
-        smallest = -(-longest // block_size) + 1  # so that every request can run alone
+        windows = draw_windows(np.random.default_rng([seed, 2]))
+        # So that every request can run alone.
+        smallest = blocks_of_context(longest, block_size, windows) + 1
         max_num_seqs = int(rng.integers(1, 7))
         self.setting = {
             "depth": 1 + seed % 8,
@@ -54,6 +58,8 @@ class Schedule:
             "max_num_batched_tokens": max_num_seqs + int(rng.choice([0, 3, 16, 100])),
             "policy": str(rng.choice(["fcfs", "priority"])),
             "run_ahead_ms": float(rng.choice([0.0, 20.0])),
+            "windows": windows,
+            "state_places": draw_state_places(np.random.default_rng([seed, 3])),
         }
         if is_deep:
             self.setting |= {"depth": 2 + seed % 7, "run_ahead_ms": 20.0}
@@ -145,9 +151,12 @@ class Schedule:
         max_tokens = int(rng.integers(1, self.max_tokens + 1))
         num_stops = int(rng.choice([0, 0, 1, 3, 12]))
         count = len(self.driver.bearers)
+        prompt = self.prompt()
+        ends = rng.integers(0, len(prompt) + 1, len(TurnEnds._fields)).tolist()
         bearer = self.submit(
             str(rng.choice(free)),
-            self.prompt(),
+            prompt,
+            turn_ends=TurnEnds(*ends) if rng.random() < 0.7 else None,
             max_tokens=None if rng.random() < 0.1 else max_tokens,
             stop_token_ids=tuple(rng.choice(VOCAB, num_stops, replace=False).tolist()),
             min_tokens=int(rng.integers(0, max_tokens + 1)) if rng.random() < 0.3 else 0,

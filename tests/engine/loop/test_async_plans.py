@@ -167,7 +167,7 @@ def test_a_plan_in_flight_does_not_change_while_later_ones_are_made(depth: int) 
     submit, execute = driver.executor.submit, driver.executor.device.execute
     copies: dict[int, StepPlan] = {}
     tables = [v for v in vars(driver.scheduler.slots).values() if isinstance(v, np.ndarray)]
-    tables.append(driver.scheduler.kv.block_table)
+    tables.append(driver.scheduler.kv.block_tables)
 
     def arrays(plan: StepPlan) -> list[np.ndarray]:
         return [a for a in (*plan, *(r.token_ids for r in plan.added)) if isinstance(a, np.ndarray)]

@@ -13,6 +13,7 @@ from test_core import endings, expected, next_token, outputs, run, submit
 from termgen.client import PauseMode
 from termgen.engine.loop.control import EngineControl
 from termgen.engine.loop.core import EngineCore
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.errors import EngineDeadError, EngineError, RequestError, StepError
 from termgen.vocabulary.events import RequestEvent, RequestEventKind
 from termgen.vocabulary.request import FinishReason, GenerationRequest
@@ -38,7 +39,7 @@ class Loop:
 
     def step(self) -> None:
         self.core.step()
-        self.core.scheduler.check_integrity()
+        check_scheduler(self.core.scheduler)
 
     def ask(self, command: Callable[[EngineControl], Future[Any]]) -> Future[Any]:
         """Give a command as another thread would; returns a future of its completion."""
@@ -70,7 +71,7 @@ class Loop:
 
     def assert_empty(self) -> None:
         assert self.core.scheduler.kv.pool.num_used == 0
-        self.core.scheduler.check_integrity()
+        check_scheduler(self.core.scheduler)
         names = [row.request_id for d in self.deliveries for row in d.finished]
         assert len(names) == len(set(names)), "a request ended twice"
 

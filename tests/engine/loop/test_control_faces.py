@@ -13,6 +13,7 @@ import pytest
 from termgen.client import PauseMode, TokenDelta
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import AsyncEngine, SyncEngine
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.errors import EngineDeadError
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -159,7 +160,7 @@ async def test_shutting_down_a_busy_or_paused_engine(
         for command in (engine.pause, engine.resume, engine.reset_prefix_cache):
             with pytest.raises(EngineDeadError):
                 await command()
-    core.scheduler.check_integrity()
+    check_scheduler(core.scheduler)
     assert core.scheduler.kv.pool.num_used == 0 and not core.scheduler.has_requests
 
 
@@ -222,5 +223,5 @@ def test_the_stepped_engine_pauses_and_loses_no_news(tiny_llama_dir: Path, is_as
     step(3)
     engine.shutdown()
     engine.shutdown()
-    engine.core.scheduler.check_integrity()
+    check_scheduler(engine.core.scheduler)
     assert engine.core.scheduler.kv.pool.num_used == 0

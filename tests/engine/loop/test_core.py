@@ -8,6 +8,7 @@ import pytest
 from fake_executor import FakeExecutor, make_core
 
 from termgen.engine.loop.core import EngineCore
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.errors import EngineDeadError, StepError
 from termgen.vocabulary.events import RequestEvent, RequestEventKind, StepRecord
 from termgen.vocabulary.request import FinishReason, GenerationRequest
@@ -34,7 +35,7 @@ def run(core: EngineCore, limit: int = 1000) -> None:
         if not core.has_work:
             return
         core.step()
-        core.scheduler.check_integrity()
+        check_scheduler(core.scheduler)
     raise AssertionError("the engine never came to rest")
 
 
@@ -156,10 +157,26 @@ def test_events_tell_each_request_in_order_and_count_every_token() -> None:
         RequestEventKind.FIRST_TOKEN,
         RequestEventKind.FINISHED,
     ]
+    details = [e.detail for e in events if isinstance(e, RequestEvent)]
+    assert details[1] == "no cached block begins with these tokens", "what it found, and why"
     steps = [e for e in events if isinstance(e, StepRecord)]
     assert sum(s.num_sampled_tokens for s in steps) == 4
     assert [s.num_prefill_tokens for s in steps] == [10, 0, 0, 0]
     assert all(s.planned_ns <= s.submitted_ns <= s.applied_ns for s in steps)
+
+
+def test_snapshot_says_which_group_of_layers_uses_a_block() -> None:
+    core = make_core(FakeExecutor(next_token), [], windows=(None, 8), block_size=4)
+    submit(core, "a", [5] * 30, max_tokens=20)
+    for _ in range(12):
+        core.step()
+    (slot,) = core.scheduler.slots.running.tolist()
+    groups = core.copy_state().snapshot().block_groups
+    for group, row in enumerate(core.scheduler.kv.block_tables[:, slot]):
+        held = row[row > 0]
+        assert len(held) and set(groups[held].tolist()) == {group}
+    alone = make_core(FakeExecutor(next_token), [])
+    assert not len(alone.copy_state().snapshot().block_groups)
 
 
 def test_snapshot_shows_who_is_in_the_step_and_which_blocks_they_hold() -> None:
@@ -182,7 +199,7 @@ def test_snapshot_shows_who_is_in_the_step_and_which_blocks_they_hold() -> None:
     assert sorted(owned.tolist()) == [0, 0, 1, 1]
     kv = core.scheduler.kv
     for place, slot in enumerate(core.scheduler.slots.running):
-        held = kv.block_table[slot, : kv.num_blocks[slot]]
+        held = kv.held(slot)
         assert snapshot.block_owners[held].tolist() == [place, place]
 
 

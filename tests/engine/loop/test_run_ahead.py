@@ -22,6 +22,7 @@ from termgen.config import EngineConfig
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.engine import SyncEngine
 from termgen.engine.loop.executor import StepHandle
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -129,7 +130,7 @@ def run(core: EngineCore, limit: int = 2000) -> None:
         if not core.has_work:
             break
         core.step()
-        core.scheduler.check_integrity()
+        check_scheduler(core.scheduler)
     assert not core.has_work, "the engine never came to rest"
     assert core.scheduler.kv.pool.num_used == 0 and not core.scheduler.fence.num_blocks
     assert len(core.scheduler.free_slots) == core.scheduler.config.max_num_seqs
@@ -257,7 +258,7 @@ def test_tokens_do_not_depend_on_run_ahead(blocks: int) -> None:
             submit(core, f"r{i}", prompt, max_tokens=rng.randrange(1, 50))
             for _ in range(rng.choice((0, 3, 30))):
                 core.step()
-                core.scheduler.check_integrity()
+                check_scheduler(core.scheduler)
         run(core)
         return outputs(deliveries), executor.deepest
 

@@ -19,6 +19,7 @@ from termgen.engine.loop.control import check_level
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.engine import AsyncEngine, SyncEngine
 from termgen.engine.loop.sleep import fall_asleep, wake_up
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.errors import EngineError, RequestError
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -58,7 +59,7 @@ def test_kept_requests_are_computed_again_and_lose_nothing() -> None:
     wake_up(core)
     assert executor.slept[-1] == "wake up"
     run(core)
-    core.scheduler.check_integrity()
+    check_scheduler(core.scheduler)
     told = outputs(deliveries)
     for name, prompt in (("a", [5] * 9), ("b", [6] * 14), ("c", [7] * 5)):
         assert told[name] == expected(prompt, 30)

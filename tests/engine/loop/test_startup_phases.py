@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from termgen.config import EngineConfig
 from termgen.engine.loop import startup
+from termgen.engine.loop.engine import SyncEngine
 from termgen.errors import ConfigError, CorruptFileError
 from termgen.library.catalog import LocalModel
+from termgen.vocabulary.cache_groups import CacheGroup
 from termgen.vocabulary.sampling_params import MAX_EOS_IDS
 from termgen.vocabulary.startup_phases import (
     COMPILING_KERNELS,
@@ -108,3 +112,14 @@ def test_recommended_sampling_that_no_request_may_ask_for_is_refused(
     with pytest.raises(CorruptFileError, match=f"the recommended {key} must be") as error:
         startup.sampling_defaults(model, {**good, key: value})
     assert str(tmp_path / "generation_config.json") in str(error.value)
+
+
+def test_the_model_tells_its_groups_of_layers(tiny_model_dir: Callable[..., Path]) -> None:
+    folder = tiny_model_dir("gemma3_text")
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", kv_cache_gib=0.01)
+    engine = SyncEngine(config)
+    groups = engine.model.cache_groups
+    engine.shutdown()
+    assert groups[0] == CacheGroup(None, 1), "one layer of four sees everything"
+    assert sum(group.num_layers for group in groups[1:]) == 3
+    assert {group.window for group in groups[1:]} == {8}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scheduler_harness import free_order
 
-from termgen.engine.schedule.kv_cache import NULL_BLOCK, BlockPool
+from termgen.engine.schedule.block_pool import NULL_BLOCK, BlockPool
 
 
 def test_blocks_are_handed_out_in_order_and_never_the_null_block() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher, make_late
 
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.vocabulary.request import FinishReason, Request
 
 
@@ -224,7 +225,7 @@ def test_those_that_wait_for_masks_are_looked_at_once_and_not_in_every_step(
         driver.constrain(f"c{i}", [3, i], slow, max_tokens=8)
     while driver.bearers[0].ending is None:
         driver.step()
-        driver.scheduler.check_integrity()
+        check_scheduler(driver.scheduler)
     assert looks <= 1 + 200 and driver.scheduler.waiting.num_aside == 200
     driver.abort("c7")
     constraints.patience_s = constraints.idle_patience_s = 10.0

@@ -8,11 +8,21 @@ import numpy as np
 import pytest
 from scheduler_harness import free_order, make_request
 
-from termgen.engine.schedule.kv_cache import EVICTED_KEPT, KVCacheManager
+from termgen.engine.schedule.block_pool import EVICTED_KEPT, CachedPrefix
+from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.vocabulary.events import BlockState
 from termgen.vocabulary.request import Request, hash_blocks
 
 BLOCK_SIZE = 4
+MANY = 1000
+"""Tokens that a request may compute first: all of them."""
+NOTHING = CachedPrefix(0, ([],))
+
+
+def fits(kv: KVCacheManager, request: Request) -> tuple[object, ...] | None:
+    """(blocks found, their ids, place of the states, tokens to compute first), if it fits."""
+    fit = kv.try_fit(request, MANY)
+    return None if fit is None else (*fit[0][:3], fit[1])
 
 
 def make_kv(num_blocks: int = 11, *, caching: bool = True) -> KVCacheManager:
@@ -29,9 +39,11 @@ def take(kv: KVCacheManager, slot: int, tokens: Sequence[int], salt: str | None 
     """Admit a request as a whole and compute all of it."""
     request = make_request(f"r{slot}", tokens, salt=salt)
     cached = kv.find_cached(request)
-    assert kv.num_needed(len(tokens), cached) <= kv.pool.num_free
-    kv.admit(slot, len(tokens), cached)
-    assert kv.num_registered[slot] == len(cached), "what was found need not be published again"
+    assert kv.num_needed(len(tokens), cached, MANY) <= kv.pool.num_free
+    kv.admit(slot, len(tokens), cached, MANY)
+    assert kv.num_registered[slot] == cached.num_blocks, (
+        "what was found need not be published again"
+    )
     if kv.enable_prefix_caching:
         kv.register(slot, len(tokens), request, request.token_ids)
     return request
@@ -44,16 +56,17 @@ def give_back(kv: KVCacheManager, slot: int) -> list[int]:
 
 
 def blocks_of(kv: KVCacheManager, slot: int) -> list[int]:
-    return kv.block_table[slot, : kv.num_blocks[slot]].tolist()
+    return kv.block_tables[0, slot, : kv.num_blocks[0, slot]].tolist()
 
 
 def hits(kv: KVCacheManager, tokens: Sequence[int], salt: str | None = None) -> list[int]:
-    return kv.find_cached(make_request("probe", tokens, salt=salt))
+    (found,) = kv.find_cached(make_request("probe", tokens, salt=salt)).blocks
+    return found
 
 
 def users_of(kv: KVCacheManager) -> dict[int, int]:
     users: dict[int, int] = {}
-    for slot in range(len(kv.num_blocks)):
+    for slot in range(kv.num_blocks.shape[1]):
         for block in blocks_of(kv, slot):
             users[block] = users.get(block, 0) + 1
     return users
@@ -171,10 +184,10 @@ def test_cached_blocks_nobody_uses_count_as_needed() -> None:
     assert kv.pool.num_free == 2
     request = make_request("x", run_of(0, 12))
     cached = kv.find_cached(request)
-    assert cached == [1, 2]
-    assert kv.num_needed(12, cached) == 3, "two hits would leave no block for the third"
-    assert kv.num_needed(8, cached) == 2
-    assert kv.try_fit(request) is None
+    assert cached[:3] == (2, ([1, 2],), -1)
+    assert kv.num_needed(12, cached, MANY) == 3, "two hits would leave no block for the third"
+    assert kv.num_needed(8, cached, MANY) == 2
+    assert kv.try_fit(request, MANY) is None
 
 
 def test_a_failed_admission_changes_nothing() -> None:
@@ -183,10 +196,10 @@ def test_a_failed_admission_changes_nothing() -> None:
     give_back(kv, 0)
     take(kv, 1, run_of(50, 8))
     order, states = free_order(kv.pool), kv.pool.copy().states()
-    table = kv.block_table.copy()
-    assert kv.try_fit(make_request("x", run_of(0, 12))) is None
+    table = kv.block_tables.copy()
+    assert kv.try_fit(make_request("x", run_of(0, 12)), MANY) is None
     assert free_order(kv.pool) == order and (kv.pool.copy().states() == states).all()
-    assert (kv.block_table == table).all()
+    assert (kv.block_tables == table).all()
     kv.pool.check_integrity(users_of(kv))
 
 
@@ -194,25 +207,25 @@ def test_a_request_that_did_not_fit_is_looked_at_again_after_a_release() -> None
     kv = make_kv(num_blocks=5)
     take(kv, 0, run_of(0, 12))
     request = make_request("x", run_of(100, 8))
-    assert kv.try_fit(request) is None
-    assert kv.try_fit(request) is None
+    assert kv.try_fit(request, MANY) is None
+    assert kv.try_fit(request, MANY) is None
     give_back(kv, 0)
-    assert kv.try_fit(request) == []
+    assert fits(kv, request) == (*NOTHING[:3], MANY)
 
 
 def test_a_request_that_did_not_fit_is_looked_at_again_when_its_next_block_is_cached() -> None:
     kv = make_kv(num_blocks=6)
     prompt = run_of(0, 12)
     other = make_request("other", prompt)
-    kv.admit(0, 12, [])
+    kv.admit(0, 12, NOTHING, MANY)
     kv.register(0, 4, other, other.token_ids)
-    kv.admit(1, 4, [])
+    kv.admit(1, 4, NOTHING, MANY)
     request = make_request("x", [*prompt, 1, 2])
-    assert kv.try_fit(request) is None, "one block is shared, three are needed, one is free"
+    assert kv.try_fit(request, MANY) is None, "one block is shared, three are needed, one is free"
     kv.register(0, 8, other, other.token_ids)
-    assert kv.try_fit(request) is None, "two shared, two needed"
+    assert kv.try_fit(request, MANY) is None, "two shared, two needed"
     kv.register(0, 12, other, other.token_ids)
-    assert kv.try_fit(request) == [1, 2, 3]
+    assert fits(kv, request) == (3, ([1, 2, 3],), -1, MANY)
 
 
 def test_waiting_for_room_does_not_walk_the_prompt_every_time(
@@ -225,9 +238,11 @@ def test_waiting_for_room_does_not_walk_the_prompt_every_time(
     find = kv.find_cached
     monkeypatch.setattr(kv, "find_cached", lambda r: walks.append(r) or find(r))
     for _ in range(5):
-        assert kv.try_fit(request) is None
+        assert kv.try_fit(request, MANY) is None
     assert len(walks) == 1
-    assert kv.try_fit(make_request("y", run_of(200, 2))) == [], "the answer is about one request"
+    assert fits(kv, make_request("y", run_of(200, 2))) is not None, (
+        "the answer is about one request"
+    )
 
 
 def test_salt_separates_prefixes_through_the_whole_chain() -> None:
@@ -263,8 +278,8 @@ def test_hashing_in_pieces_equals_hashing_at_once() -> None:
 def test_duplicates_are_kept_and_evicting_one_keeps_the_other() -> None:
     kv = make_kv(num_blocks=5)
     first, second = make_request("a", run_of(0, 8)), make_request("b", run_of(0, 8))
-    kv.admit(0, 8, [])
-    kv.admit(1, 8, [])  # both computed the same tokens before either was registered
+    kv.admit(0, 8, NOTHING, MANY)
+    kv.admit(1, 8, NOTHING, MANY)  # both computed the same tokens before either was registered
     kv.register(0, 8, first, first.token_ids)
     kv.register(1, 8, second, second.token_ids)
     assert blocks_of(kv, 0) == [1, 2] and blocks_of(kv, 1) == [3, 4]
@@ -289,9 +304,11 @@ def test_a_full_cache_admits_nobody() -> None:
     kv = make_kv(num_blocks=4)
     take(kv, 0, run_of(0, 12))
     assert kv.pool.num_free == 0
-    assert kv.num_needed(1, []) == 1
-    assert kv.try_fit(make_request("x", [1])) is None
-    assert kv.try_fit(make_request("y", run_of(0, 12))) is None, "its last block must be its own"
+    assert kv.num_needed(1, NOTHING, MANY) == 1
+    assert kv.try_fit(make_request("x", [1]), MANY) is None
+    assert kv.try_fit(make_request("y", run_of(0, 12)), MANY) is None, (
+        "its last block must be its own"
+    )
 
 
 def test_a_partial_block_is_findable_once_decoding_has_filled_it() -> None:
@@ -304,7 +321,7 @@ def test_a_partial_block_is_findable_once_decoding_has_filled_it() -> None:
         assert kv.num_registered[0] == 1
     kv.register(0, 8, request, tokens)
     assert hits(kv, [*tokens[:8], 1]) == [1, 2]
-    assert kv.append(0) == 3 and blocks_of(kv, 0) == [1, 2, 3]
+    assert kv.append(0) == (2, [3]) and blocks_of(kv, 0) == [1, 2, 3]
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -321,7 +338,7 @@ def test_a_slot_is_admitted_once() -> None:
     kv = make_kv()
     take(kv, 0, run_of(0, 4))
     with pytest.raises(AssertionError):
-        kv.admit(0, 4, [])
+        kv.admit(0, 4, NOTHING, MANY)
 
 
 def test_forget_idle_spares_what_is_in_use() -> None:

@@ -12,6 +12,7 @@ from scripted_device import next_token
 
 from termgen.engine.grammar import mask_filler
 from termgen.engine.schedule.constraints import grammar_of
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.engine.schedule.scheduler import Scheduler
 from termgen.vocabulary.step import StepPlan, StepResult
 from termgen.vocabulary.token_mask import GrammarState
@@ -33,7 +34,7 @@ def assert_same_state(one: Scheduler, two: Scheduler) -> None:
     assert a.facts.tolist() == b.facts.tolist()
     assert a.last_step.tolist() == b.last_step.tolist() and a.running.tolist() == b.running.tolist()
     assert one.kv.num_registered.tolist() == two.kv.num_registered.tolist()
-    assert one.kv.block_table.tolist() == two.kv.block_table.tolist()
+    assert one.kv.block_tables.tolist() == two.kv.block_tables.tolist()
     assert one.stats == two.stats
     assert one.kv.pool.num_cached == two.kv.pool.num_cached
 
@@ -167,5 +168,5 @@ def compare(
         if pair.in_flight and (not was_planned or rng.random() < 0.8):
             pair.land()
         assert_same_state(quick, slow)
-        quick.check_integrity()
+        check_scheduler(quick)
     return planned, num_beside

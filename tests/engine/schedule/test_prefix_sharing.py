@@ -16,6 +16,8 @@ from scheduler_harness import (
     prompts,
 )
 
+from termgen.engine.schedule.invariants import check_scheduler
+
 
 def test_two_equal_prompts_in_one_step_compute_it_once() -> None:
     (prompt,) = prompts(14)
@@ -23,7 +25,7 @@ def test_two_equal_prompts_in_one_step_compute_it_once() -> None:
     driver.add(make_request("a", prompt), make_request("b", prompt))
     plan = driver.launch()
     assert plan is not None and driver.scheduled(plan) == {"a": 14, "b": 2}
-    table = driver.scheduler.kv.block_table
+    (table,) = driver.scheduler.kv.block_tables
     a, b = driver.records["a"].slot, driver.records["b"].slot
     assert table[a, :3].tolist() == table[b, :3].tolist() and table[a, 3] != table[b, 3]
     driver.run()
@@ -125,7 +127,7 @@ def test_resetting_the_cache_leaves_running_requests_alone() -> None:
     for _ in range(5):
         driver.step()
     assert not driver.scheduler.reset_prefix_cache(), "their blocks are still found"
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
     driver.add(make_request("b", prompt, max_tokens=20))
     driver.run()
     assert driver.records["b"].num_cached_tokens == 12

@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 from scheduler_harness import (
     Driver,
+    draw_state_places,
+    draw_windows,
     make_request,
     make_scheduler,
     reference_tokens,
 )
 from scripted_device import VOCAB
 
+from termgen.engine.schedule.invariants import check_scheduler
+from termgen.vocabulary.cache_groups import blocks_of_context
 from termgen.vocabulary.request import FinishReason, Request
 
-NUM_SEEDS = 80
+NUM_SEEDS = 48
 NUM_ACTIONS = 120
 
 
@@ -55,7 +59,9 @@ class Soak:
             p_shared=float(rng.choice([0.0, 0.5, 0.9])),
         )
         longest = self.traffic.max_prompt + self.traffic.max_tokens
-        smallest = -(-longest // block_size) + 1  # so that every request can run alone
+        windows = draw_windows(np.random.default_rng([seed, 2]))
+        # So that every request can run alone.
+        smallest = blocks_of_context(longest, block_size, windows) + 1
         num_blocks = smallest + int(rng.choice([0, 2, smallest, 5 * smallest]))
         depth = int(rng.integers(1, 9))
         self.policy = str(rng.choice(["fcfs", "priority"]))
@@ -69,10 +75,15 @@ class Soak:
             "policy": self.policy,
             "caching": bool(rng.random() < 0.8),
             "adaptive": bool(rng.random() < 0.5),
+            "windows": windows,
         }
+        # A device that is not said to keep copies is not recurrent.
+        places = draw_state_places(np.random.default_rng([seed, 3])) * self.setting["caching"]
+        self.setting["state_places"] = places
         self.driver = Driver(
             make_scheduler(**self.setting),  # type: ignore[arg-type]
             depth=depth,
+            state_places=places,
             stops=bool(rng.random() < 0.7),
             step_ns=lambda plan: int(rng.integers(0, 5) + rng.choice([0, 1]) * plan.total_tokens),
         )
@@ -123,7 +134,7 @@ class Soak:
                 driver.abort(str(rng.choice(sorted(driver.scheduler.requests))))
             if rng.random() < traffic.p_reset:
                 driver.scheduler.reset_prefix_cache()
-                driver.scheduler.check_integrity()
+                check_scheduler(driver.scheduler)
             if rng.random() < traffic.p_unread and driver.scheduler.requests:
                 names = rng.choice(sorted(driver.scheduler.requests), size=2).tolist()
                 driver.scheduler.set_unread(names, bool(rng.random() < 0.6))

@@ -18,8 +18,10 @@ from sentencepiece_samples import sentencepiece_backend
 from termgen.engine.gguf.gguf_file import GGUFFile
 from termgen.engine.text import gguf_tokenizer
 from termgen.engine.text.gguf_tokenizer import (
+    GPT4O_SPLIT,
     LLAMA3_SPLIT,
     QWEN2_SPLIT,
+    QWEN35_SPLIT,
     SPACE_MARK,
     build_parts,
     read_gguf,
@@ -128,6 +130,7 @@ def test_pre_tokenizers_split_numbers_differently() -> None:
     assert texts_of(build(byte_level_metadata("llama-bpe")), "1234") == ["123", "4"]
     assert texts_of(build(byte_level_metadata("qwen2")), "1234") == ["1", "2", "3", "4"]
     assert texts_of(build(byte_level_metadata("tekken")), "1234") == ["1", "2", "3", "4"]
+    assert texts_of(build(byte_level_metadata("llama4")), "1234") == ["123", "4"]
 
 
 def test_split_expressions_are_those_transformers_uses() -> None:
@@ -135,6 +138,20 @@ def test_split_expressions_are_those_transformers_uses() -> None:
     splits = gguf.GGUF_PRE_TOKENIZER_SPLITS
     assert splits["llama-bpe"] == LLAMA3_SPLIT
     assert splits["qwen2"] == QWEN2_SPLIT
+    assert splits["llama4"] == splits["gpt-4o"] == GPT4O_SPLIT
+
+
+def test_marks_belong_to_the_word_before_them() -> None:
+    qwen3_5 = pytest.importorskip("transformers.models.qwen3_5.tokenization_qwen3_5")
+    assert qwen3_5.PRETOKENIZE_REGEX == QWEN35_SPLIT
+    metadata = byte_level_metadata(
+        "qwen35", merges=["à ¥", "à¥ ģ", "k à¥ģ", "1 2", "Ġ k"], token_type=None
+    )
+    metadata["tokenizer.ggml.tokens"] += ["à¥", "à¥ģ", "kà¥ģ", "Ġk"]
+    assert texts_of(build(metadata), "k\u0941 k12") == ["k\u0941", " k", "1", "2"]
+    assert texts_of(build(metadata), "e\u0301") == texts_of(build(metadata), "\xe9"), "NFC"
+    metadata["tokenizer.ggml.pre"] = "qwen2"
+    assert texts_of(build(metadata), "k\u0941")[0] == "k"
 
 
 def test_bos_follows_the_flag_and_else_the_vocabulary() -> None:
@@ -147,6 +164,32 @@ def test_bos_follows_the_flag_and_else_the_vocabulary() -> None:
     assert starts_with_bos("gpt-2", True)
     assert starts_with_bos("llama-bpe", None)
     assert not starts_with_bos("llama-bpe", False)
+
+
+def test_the_end_of_a_message_ends_no_answer_of_several() -> None:
+    def ends(architecture: str) -> tuple[int, ...]:
+        metadata = byte_level_metadata("llama4", eom_token_id=3, eot_token_id=4)
+        return build({**metadata, "general.architecture": architecture}).eos_token_ids[1:]
+
+    assert ends("llama") == (4, 3)
+    assert ends("muse-glimmer") == (4,)
+
+
+def test_the_ends_of_an_answer_in_harmony() -> None:
+    metadata = byte_level_metadata("gpt-4o")
+    metadata["tokenizer.ggml.tokens"][-4:] = ["<|return|>", "<|end|>", "<|call|>", "<|channel|>"]
+    metadata["tokenizer.ggml.token_type"][-4:] = [3, 3, 3, 3]
+    last = len(metadata["tokenizer.ggml.tokens"]) - 1
+    metadata |= {
+        "general.architecture": "gpt-oss",
+        "tokenizer.ggml.bos_token_id": None,
+        "tokenizer.ggml.eos_token_id": last - 3,
+        "tokenizer.ggml.eot_token_id": last - 2,
+        "tokenizer.chat_template": "{{ '<|end|>' }}",
+    }
+    tokenizer = build(metadata)
+    named = [tokenizer.token_text(i) for i in tokenizer.eos_token_ids]
+    assert named == ["<|return|>", "<|call|>"]
 
 
 def test_eos_is_appended_only_when_the_file_says_so() -> None:
@@ -353,10 +396,62 @@ def test_spaces_of_a_gemma_vocabulary_are_merged_like_text() -> None:
     assert texts_of(tokenizer, "   ") == ["   "]
     # The longest token is matched first, as a user-defined one, and would leave four behind seven.
     assert [len(token) for token in texts_of(tokenizer, " " * 11)] == [4, 7]
+    newer = build(metadata | {"general.architecture": "gemma3n"})
+    assert newer.to_json() == tokenizer.to_json()
     # A file that has both spellings keeps both.
     tokens = metadata["tokenizer.ggml.tokens"]
     metadata["tokenizer.ggml.tokens"] = [*tokens[:-1], SPACE_MARK * 2]
     assert build(metadata).vocab_size == len(tokens)
+
+
+def gemma4_metadata(rng: random.Random) -> dict[str, Any]:
+    """The same words with their merges, as files of Gemma 4 have them, and its markers."""
+    given = gemma_metadata(rng)
+    tokens = [t.replace(" ", SPACE_MARK) for t in given["tokenizer.ggml.tokens"]]
+    tokens[5:7] = ["<turn|>", "<|tool_response>"]
+    types = [
+        1 if token.strip(SPACE_MARK + "\n") == "" else kind
+        for token, kind in zip(tokens, given["tokenizer.ggml.token_type"], strict=True)
+    ]
+    types[6] = 4
+    usable = {token for token, kind in zip(tokens, types, strict=True) if kind == 1}
+    merges = [
+        f"{token[:cut]} {token[cut:]}"
+        for token in tokens
+        for cut in range(1, len(token))
+        if {token, token[:cut], token[cut:]} <= usable
+    ]
+    changed = {"model": "gemma4", "tokens": tokens, "token_type": types, "merges": merges}
+    for key in ("pre", "scores", "add_space_prefix", "add_bos_token"):
+        del given[f"tokenizer.ggml.{key}"]
+    return (
+        given
+        | {"general.architecture": "gemma4"}
+        | {f"tokenizer.ggml.{key}": value for key, value in changed.items()}
+    )
+
+
+def test_gemma4_vocabularies_equal_transformers() -> None:
+    rng = random.Random(SEED)
+    print("seed", SEED)
+    bits = [*"abcdé好<>/xß", " ", " ", "  ", " " * 11, "\n", "\n\n", "\n" * 6, "<table>"]
+    bits += [SPACE_MARK, "<turn|>", "<|tool_response>", "\t", "aab", "abab"]
+    for _ in range(3):
+        metadata = gemma4_metadata(rng)
+        tokenizer, reference = build(metadata), transformers_backend(metadata)
+        assert tokenizer.encode("a")[0] == tokenizer.bos_token_id == 2
+        assert tokenizer.eos_token_ids == (1, 5, 6)
+        assert merges_of(tokenizer.to_json()) == merges_of(reference.to_str())
+        for _ in range(400):
+            text = "".join(rng.choices(bits, k=rng.randrange(1, 25)))
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            assert ids == reference.encode(text, add_special_tokens=False).ids, text
+            for skip in (True, False):
+                decoded = tokenizer.decode(ids, skip_special_tokens=skip)
+                assert decoded == reference.decode(ids, skip_special_tokens=skip), text
+    del metadata["tokenizer.ggml.merges"]
+    with pytest.raises(CorruptFileError, match=r"tokenizer\.ggml\.merges is empty or missing"):
+        build(metadata)
 
 
 # -- metadata that cannot be right ---------------------------------------------------------------

@@ -197,7 +197,7 @@ class TestLengths:
             raise AssertionError("tokenised")
 
         monkeypatch.setattr(Tokenizer, "encode", refuse)
-        monkeypatch.setattr(Tokenizer, "apply_chat_template", refuse)
+        monkeypatch.setattr(Tokenizer, "encode_chat", refuse)
         with pytest.raises(ContextLengthError, match="at least"):
             InputProcessor(TOKENIZER, MAX_LEN, TOKENIZER.vocab_size).process(
                 prompt, SamplingParams()

@@ -52,7 +52,7 @@ def here(sizes: tuple[Path, int, int]) -> InputProcessor:
 
 def outcome(tokenize: Any, prompt: Prompt, **how: bool) -> Any:
     """The tokens, or the error."""
-    how = {"add_special_tokens": True, "has_to_fit": False, **how}
+    how = {"add_special_tokens": True, "has_to_fit": False, "marks_turns": True, **how}
     try:
         return tokenize(prompt, **how)
     except RequestError as error:
@@ -70,7 +70,7 @@ def test_it_gives_what_would_be_made_here(texts: TextProcess, here: InputProcess
         prompts += [text, text + forged + text, chat(text), chat(text, forged * 3 + text)]
     for prompt in prompts:
         how = {"add_special_tokens": rng.random() < 0.5, "has_to_fit": rng.random() < 0.5}
-        assert outcome(texts.tokenize, prompt, **how) == outcome(here.tokenize, prompt, **how)
+        assert outcome(texts.read, prompt, **how) == outcome(here.read, prompt, **how)
 
 
 @pytest.mark.parametrize("prompt", ["ab " * MAX_LEN, chat("ab " * MAX_LEN)])
@@ -79,16 +79,16 @@ def test_what_does_not_fit_is_refused_there(
 ) -> None:
     """The refusal happens there, so that its tokens are not even sent back."""
     with pytest.raises(ContextLengthError, match="maximum context length is 3000 tokens") as fault:
-        texts.tokenize(prompt, add_special_tokens=True, has_to_fit=True)
+        texts.read(prompt, add_special_tokens=True, has_to_fit=True, marks_turns=False)
     assert fault.value.param == ("prompt" if isinstance(prompt, str) else "messages")
     num_tokens = len(here.tokenize(prompt))
     assert f"requested {num_tokens} tokens" in str(fault.value)
-    assert outcome(texts.tokenize, prompt) == outcome(here.tokenize, prompt)
+    assert outcome(texts.read, prompt) == outcome(here.read, prompt)
 
 
 def test_a_process_that_dies_costs_one_prompt(texts: TextProcess) -> None:
     def tokens() -> list[int]:
-        return texts.tokenize("hello", add_special_tokens=True, has_to_fit=True)
+        return texts.read("hello", add_special_tokens=True, has_to_fit=True, marks_turns=False)
 
     expected = tokens()
     process = texts._helper.start()
@@ -106,7 +106,7 @@ def test_a_prompt_without_end_is_given_up(
     texts: TextProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tokens(prompt: Prompt) -> list[int]:
-        return texts.tokenize(prompt, add_special_tokens=True, has_to_fit=True)
+        return texts.read(prompt, add_special_tokens=True, has_to_fit=True, marks_turns=False)
 
     expected = tokens("hello")
     for prompt, param in (("hello", "prompt"), (chat("hello"), "messages")):
@@ -124,7 +124,9 @@ async def _ask_and_kill(
     texts: TextProcess, process: subprocess.Popen[bytes]
 ) -> BaseException | None:
     asking = asyncio.create_task(
-        asyncio.to_thread(texts.tokenize, "x", add_special_tokens=True, has_to_fit=True)
+        asyncio.to_thread(
+            texts.read, "x", add_special_tokens=True, has_to_fit=True, marks_turns=False
+        )
     )
     while not texts._helper._turn.locked():
         await asyncio.sleep(0.001)
@@ -139,22 +141,22 @@ def test_only_long_prompts_go_there(
 ) -> None:
     monkeypatch.setattr(here, "_long_texts", texts)
     sent: list[Prompt] = []
-    tokenize = texts.tokenize
+    read = texts.read
 
-    def noting(prompt: Prompt, **how: bool) -> list[int]:
+    def noting(prompt: Prompt, **how: bool) -> Any:
         sent.append(prompt)
-        return tokenize(prompt, **how)
+        return read(prompt, **how)
 
-    monkeypatch.setattr(texts, "tokenize", noting)
+    monkeypatch.setattr(texts, "read", noting)
     long, short = "ab  " * (LONG_PROMPT_CHARS // 4), "ab"
     others: list[Prompt] = [short, chat(short), [1] * LONG_PROMPT_CHARS]
     for prompt in others:
-        outcome(here.tokenize, prompt)
+        outcome(here.read, prompt)
     assert not sent
     expected: list[Prompt] = [long, chat(long), chat(*["ab"] * (LONG_PROMPT_CHARS // 2))]
     for prompt in expected:
         assert is_long(prompt)
-        outcome(here.tokenize, prompt)
+        outcome(here.read, prompt)
     assert sent == expected
     own = ChatPrompt(({"role": "user", "content": long},), chat_template="{{ messages }}")
     assert not is_long(own), "that has processes of its own"
@@ -207,9 +209,9 @@ def test_without_another_process_later_a_prompt_is_to_come_again(
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", no_process)
         with pytest.raises(OverloadedError, match="no process left") as refusal:
-            texts.tokenize(chat("x"), add_special_tokens=True, has_to_fit=True)
+            texts.read(chat("x"), add_special_tokens=True, has_to_fit=True, marks_turns=False)
     assert (refusal.value.code, refusal.value.param) == ("no_process", "messages")
-    assert texts.tokenize(chat("x"), add_special_tokens=True, has_to_fit=True)
+    assert texts.read(chat("x"), add_special_tokens=True, has_to_fit=True, marks_turns=False)
 
 
 def test_a_process_that_never_starts_is_no_fault_of_the_prompt(
@@ -217,7 +219,7 @@ def test_a_process_that_never_starts_is_no_fault_of_the_prompt(
 ) -> None:
     texts = TextProcess(tmp_path, MAX_LEN, 10)  # there is no tokenizer
     with pytest.raises(OverloadedError):
-        texts.tokenize("x", add_special_tokens=True, has_to_fit=True)
+        texts.read("x", add_special_tokens=True, has_to_fit=True, marks_turns=False)
     assert "text_program.py ended with status 1" in caplog.text and "Error" in caplog.text
     texts.close()
 

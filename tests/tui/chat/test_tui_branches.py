@@ -166,7 +166,7 @@ async def test_what_is_sent_is_what_is_shown() -> None:
     app = FrozenApp(engine)
     async with app.run_test(size=(90, 50)) as pilot:
         await ready(app, pilot)
-        for number in range(scaled(24)):
+        for number in range(scaled(12)):
             calls = len(engine.calls)
             app.chat.prompt.text = ""
             for _ in range(rng.randrange(3)):

@@ -85,7 +85,7 @@ async def test_what_the_model_declares_comes_first() -> None:
         "start_anchor": "<assistant>",
         "fields": {"reasoning_content": {"open": "<r>", "close": "</r>"}, "content": {}},
     }
-    declared = ToolFormat(new_parser=lambda _: ResponseParser(template, prefix=""))
+    declared = ToolFormat(new_parser=lambda *_: ResponseParser(template, prefix=""))
     model = make_model_info(tool_format=declared)
     engine = FakeEngine(script=Script(pieces=("<r>H", "m.</", "r>Yes")), model=model)
     assert joined(await news_of(engine)) == ("Hm.", "Yes")

@@ -27,7 +27,8 @@ from termgen.tui.dashboard.state.store import DashboardStore, DashboardView
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.palette import COLOUR_GLYPHS
 from termgen.tui.paint.spans import Row, row_text, row_width
-from termgen.vocabulary.events import BlockState
+from termgen.vocabulary.cache_groups import CacheGroup
+from termgen.vocabulary.events import BlockState, EngineSnapshot, StateView
 
 
 def text(rows: list[Row]) -> str:
@@ -223,3 +224,70 @@ async def test_keys_and_mouse_move_the_cursor() -> None:
         await pilot.hover("#page", offset=(1 + 10, 1 + 2))  # 39 cells of two columns in a line
         await pilot.pause()
         assert f"block {2 * 39 + 5 + 1} " in page.text
+
+
+GROUPS = (CacheGroup(None, 5), *[CacheGroup(1024, 5)] * 5)
+
+
+def snapshot_of_groups() -> EngineSnapshot:
+    """Blocks 1 to 300 are or were of layers that keep all tokens, the others of a window's."""
+    snapshot = busy_snapshot()
+    groups = np.where(np.arange(len(snapshot.block_states)) <= 300, 0, 3).astype(np.uint8)
+    states = snapshot.block_states.copy()
+    states[330:340] = BlockState.ACTIVE
+    # The first 8 rows run requests; 16 places have 6 copies and one that is not known yet.
+    places = StateView(16, 9, 6, num_made=20, num_used=5, num_evicted=1)
+    return replace(snapshot, block_states=states, block_groups=groups, states=places)
+
+
+@pytest.mark.parametrize("per_cell", [None, 4])
+def test_each_kind_of_layers_has_its_map(per_cell: int | None) -> None:
+    store, cursor = DashboardStore(started_ns=NOW_NS), KvCursor(wanted_per_cell=per_cell)
+    store.set_snapshot(snapshot_of_groups())
+    cursor.block = 400
+    page = kv_page(store.view(NOW_NS), cursor, 82, 30, COLOUR_GLYPHS, boxed=False, groups=GROUPS)
+    assert {row_width(row) for row in page} == {82} and len(page) == 30
+    high = cursor.map_height
+    full, window = page[1 : high + 2], page[high + 2 : 2 * high + 3]
+    assert "full · 5 layers · 215 in use, 61 cached" in row_text(full[0])
+    assert "window 1,024 · 25 layers · 10 in use, 39 cached" in row_text(window[0])
+    size = cursor.per_cell
+    for rows, cached in ((full, range(240, 301)), (window, [*range(301, 330), *range(340, 350)])):
+        found = sum(text.count("▪") for row in rows[1:] for text, _ in row)
+        used = {(block - 1) // size for block in range(330, 340)}
+        assert found == len({(block - 1) // size for block in cached} - used)
+    assert sum(text.count("◆") for row in window[1:] for text, _ in row) == 0
+    assert "states  ■■■■····▪▪▪▪▪▪▪·········  4/8 in use, 6 cached, 9 free" in text(page)
+    assert cursor.point(3, high + 1 + 1) and cursor.block == cursor.first + 3 * size
+    assert not cursor.point(3, 0) and not cursor.point(3, 2 * (high + 1)), "a name; below the maps"
+
+
+def test_without_room_for_several_maps_there_is_one() -> None:
+    store, cursor = DashboardStore(started_ns=NOW_NS), KvCursor()
+    store.set_snapshot(snapshot_of_groups())
+    view = store.view(NOW_NS)
+    page = text(kv_page(view, cursor, 60, 8, COLOUR_GLYPHS, boxed=False, groups=GROUPS))
+    assert "layers" not in page and "◆" in page and "6 cached, 9 free" in page
+    one = kv_page(view, cursor, 60, 20, COLOUR_GLYPHS, boxed=False, groups=GROUPS[1:])
+    assert "layers" not in text(one), "all are of one kind"
+
+
+async def test_maps_of_kinds_fit_a_narrow_screen() -> None:
+    app = FrozenApp(chat_engine(cache_groups=GROUPS), start_screen="dashboard")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        app.engine.scripted_snapshot = snapshot_of_groups()
+        await app.dashboard.refresh_view()
+        await pilot.pause()
+        assert "9 free" in app.screen.query_one("#blocks", Canvas).text
+        await pilot.press("k")
+        await pilot.pause()
+        lines = app.screen.query_one("#page", Canvas).text.splitlines()
+        assert lines[1].startswith(" full · 5 layers") and lines[9].startswith(" window 1,024 · 25")
+        await pilot.press("end", "+", "+", "+", "left")
+        assert "block 599  free" in app.screen.query_one("#page", Canvas).text
+        await pilot.hover("#page", offset=(1 + 4, 1 + 8 + 1))
+        await pilot.pause()
+        # The first line of 78 cells was out of view.
+        assert "block 83  in use  full" in app.screen.query_one("#page", Canvas).text

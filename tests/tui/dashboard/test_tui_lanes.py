@@ -31,7 +31,14 @@ from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
 from termgen.tui.paint.spans import Row, row_text, row_width
-from termgen.vocabulary.events import EngineEvent, RequestEvent, RequestEventKind, StepRecord
+from termgen.vocabulary.events import (
+    EngineEvent,
+    HitLimit,
+    PrefixHit,
+    RequestEvent,
+    RequestEventKind,
+    StepRecord,
+)
 
 KINDS = RequestEventKind
 START = NOW_NS - 2 * SECOND
@@ -188,6 +195,25 @@ def test_the_inspector_tells_a_whole_life() -> None:
     ):
         assert fact in page, fact
     assert "max 40.0 ms" in page and "✂" in page and "q" in page
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_the_inspector_says_what_was_found_and_why_no_more(width: int) -> None:
+    ends = (("full", 1008), ("window 1,024", 1008), ("states", 200))
+    hit = PrefixHit(200, HitLimit.STATES, 1008, ends=ends)
+    store, view = fed(
+        [
+            event._replace(detail=str(hit)) if event.kind is RequestEventKind.SCHEDULED else event
+            for event in life()
+            if isinstance(event, RequestEvent)
+        ]
+    )
+    history = store.history.get("long")
+    rows = inspector_page(history, view.steps, NOW_NS, width, 21, COLOUR_GLYPHS, boxed=False)
+    page = " ".join(text(rows).split())
+    assert "200 of 1.0k prompt tokens found · full up to 1,008, window 1,024 up to 1,008," in page
+    assert "states up to 200" in page
+    assert "why no more no copy of the states between tokens 200 and 1,008" in page
 
 
 def test_times_of_tokens_are_those_of_the_steps_in_which_it_decodes() -> None:

@@ -31,7 +31,7 @@ from tui_harness import (
 
 from termgen.tui.dashboard.dashboard_keys import PAGES
 
-NUM_SIZES = 100
+NUM_SIZES = 50
 LAST = ((120, 40), (43, 11))
 TEXT = ANSWER * 3
 

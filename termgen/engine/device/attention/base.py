@@ -7,11 +7,16 @@ one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from termgen.engine.device.recurrent.base import RecurrentStep
+
+SOFTCAP = "soft caps of scores"
+SINKS = "attention sinks"
+UNEQUAL_LAYERS = "layers of unequal sizes"
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +34,8 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     """[B] int32: computed tokens plus this step's."""
     block_table: torch.Tensor
-    """[B, max_blocks] int32: block ids of each row; what lies beyond its length is never read."""
+    """[B, max_blocks] int32: block ids of each row. What lies beyond its length, or before what its
+    tokens see in a group with a window, is never read."""
     slot_mapping: torch.Tensor
     """[T] int64: block * block_size + offset, where each token's key and value are written."""
     num_rows: int
@@ -47,11 +53,30 @@ class AttentionMetadata:
 class ForwardContext:
     """The inputs of one forward pass besides its tokens."""
 
-    metadata: AttentionMetadata
+    metadata: tuple[AttentionMetadata, ...]
+    """One for each group of layers; they differ in block tables and slots alone."""
     kv_caches: list[torch.Tensor]
-    """One tensor per layer, as `empty_kv_cache` makes them."""
+    """One tensor per layer with a cache of its own, as `kv_cache_view` makes them; layers of
+    different groups share their memory."""
     wanted: torch.Tensor | None = None
     """[N] int64: the tokens whose hidden states are asked for; None for all."""
+    recurrent: RecurrentStep | None = None
+    """For models with recurrent layers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionForm:
+    """The arithmetic of one layer's attention. Layers of equal form may share it or not."""
+
+    scale: float
+    """Factor of the scores."""
+    sliding_window: int | None = None
+    """How many of the last tokens (itself included) a token sees; None: all."""
+    softcap: float | None = None
+    """A scaled score s becomes softcap * tanh(s / softcap), before anything is masked."""
+    sinks: torch.Tensor | None = None  # [num_heads] float32
+    """One more score for each head's softmax, neither scaled nor capped, whose weight goes to no
+    value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +93,11 @@ class AttentionCapabilities:
     min_compute_capability: tuple[int, int] | None = None
     kv_cache_dtypes: frozenset[torch.dtype] = frozenset()
     """Types of keys and values that it reads besides the one it computes in."""
+    shares_plans: bool = False
+    """True if `prepare` looks at no block table, so that once is enough for all groups."""
+    features: frozenset[str] = frozenset()
+    """What it has of `SOFTCAP`, `SINKS` and `UNEQUAL_LAYERS`: of the last, that it reads a cache
+    whose blocks do not lie one behind the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +117,12 @@ class AttentionShape:
     """Type of queries and results."""
     kv_cache_dtype: torch.dtype
     device: torch.device
+    needs: frozenset[str] = frozenset()
+    """What the layers need of a backend's features."""
+
+    @property
+    def kv_heads(self) -> tuple[int, int]:
+        return self.num_kv_heads, self.head_dim
 
 
 class AttentionBackend(Protocol):
@@ -97,7 +133,8 @@ class AttentionBackend(Protocol):
     name: str
     capabilities: AttentionCapabilities
     kv_cache_order: tuple[int, ...]
-    """Memory order of the cache's dimensions, slowest first. See `empty_kv_cache`."""
+    """Memory order of the cache's dimensions, slowest first, blocks ahead of all. See
+    `kv_cache_view`."""
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Compute what all layers share; once per step, before the model's forward."""
@@ -107,27 +144,30 @@ class AttentionBackend(Protocol):
         q: torch.Tensor,  # [T, num_heads, head_dim]
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         metadata: AttentionMetadata,
+        form: AttentionForm,
         *,
-        scale: float,
-        sliding_window: int | None,
         out: torch.Tensor | None = None,  # [T, num_heads, head_dim], contiguous
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         """The step's keys and values are in the cache already: rows of one step may share blocks,
         so every write comes before any read. The result is in `out`, if that is given."""
 
 
-def empty_kv_cache(
+def kv_cache_view(
     backend: AttentionBackend,
-    make: Callable[[tuple[int, ...]], torch.Tensor],
+    pages: torch.Tensor,
     *,
-    num_blocks: int,
     block_size: int,
     num_kv_heads: int,
     head_dim: int,
+    part: int = 0,
 ) -> torch.Tensor:
-    """One layer's cache [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim] in the memory
-    order that its backend reads best. Block 0 is the null block, a target for padding."""
-    shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
+    """One layer's cache [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim], in the memory
+    order that its backend reads best: the part of that number in each page. Block 0 is the null
+    block, a target for padding. pages: [num_blocks, numbers of a page]."""
+    shape = (len(pages), block_size, 2, num_kv_heads, head_dim)
     order = backend.kv_cache_order
-    memory = make(tuple(shape[dim] for dim in order))
+    assert order[0] == 0, order
+    size = 2 * block_size * num_kv_heads * head_dim
+    own = pages[:, part * size : (part + 1) * size]
+    memory = own.view([shape[dim] for dim in order])
     return memory.permute([order.index(dim) for dim in range(len(order))])

@@ -10,6 +10,7 @@ import torch
 
 from termgen.engine.device.attention.base import (
     AttentionCapabilities,
+    AttentionForm,
     AttentionMetadata,
     AttentionShape,
 )
@@ -66,16 +67,15 @@ class FlashAttnAttention:
         q: torch.Tensor,  # [T, num_heads, head_dim]
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         metadata: AttentionMetadata,
+        form: AttentionForm,
         *,
-        scale: float,
-        sliding_window: int | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         assert self._prepared is metadata, "prepare was not called for this step"
         num_decodes, num_rows = self._num_decodes, metadata.num_rows
         keys, values = kv_cache[:, :, 0], kv_cache[:, :, 1]
         # Both sides inclusive: a window of one is (0, 0).
-        window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        window = (-1, -1) if form.sliding_window is None else (form.sliding_window - 1, 0)
         parts = []
         if num_decodes:
             decoded = self._decode(
@@ -84,7 +84,7 @@ class FlashAttnAttention:
                 values,
                 cache_seqlens=metadata.seq_lens[:num_decodes],
                 block_table=metadata.block_table[:num_decodes],
-                softmax_scale=scale,
+                softmax_scale=form.scale,
                 causal=True,
                 window_size=window,
             )
@@ -98,7 +98,7 @@ class FlashAttnAttention:
                 self._key_starts,
                 max(metadata.max_query_len, 2),  # 1 would mean that every token is a row
                 metadata.max_seq_len,
-                softmax_scale=scale,
+                softmax_scale=form.scale,
                 causal=True,
                 window_size=window,
                 block_table=metadata.block_table[num_decodes:num_rows],

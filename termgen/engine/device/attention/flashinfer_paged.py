@@ -15,6 +15,7 @@ import torch
 
 from termgen.engine.device.attention.base import (
     AttentionCapabilities,
+    AttentionForm,
     AttentionMetadata,
     AttentionShape,
 )
@@ -79,9 +80,8 @@ class FlashInferAttention:
         q: torch.Tensor,  # [T, num_heads, head_dim]
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         metadata: AttentionMetadata,
+        form: AttentionForm,
         *,
-        scale: float,
-        sliding_window: int | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         assert self._prepared is metadata, "prepare was not called for this step"
@@ -91,7 +91,7 @@ class FlashInferAttention:
         for kernels, part in self._parts.items():
             if part is None:
                 continue
-            wrapper = self._plan(kernels, part, scale, sliding_window)
+            wrapper = self._plan(kernels, part, form.scale, form.sliding_window)
             if isinstance(part.tokens, slice):
                 wrapper.run(q[part.tokens], pages, out=out[part.tokens])
             else:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from termgen.engine.device.attention.base import (
+    SINKS,
+    SOFTCAP,
+    UNEQUAL_LAYERS,
     AttentionCapabilities,
+    AttentionForm,
     AttentionMetadata,
     AttentionShape,
 )
@@ -24,6 +28,7 @@ class NativeAttention:
         dtypes=frozenset({torch.float32}),
         graph_modes=frozenset({"NONE"}),
         head_dims=frozenset(range(LANES, 513, LANES)),
+        features=frozenset({SOFTCAP, SINKS, UNEQUAL_LAYERS}),
     )
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -45,15 +50,12 @@ class NativeAttention:
         q: torch.Tensor,  # [T, num_heads, head_dim]
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         metadata: AttentionMetadata,
+        form: AttentionForm,
         *,
-        scale: float,
-        sliding_window: int | None,
         out: torch.Tensor | None = None,  # [T, num_heads, head_dim]
     ) -> torch.Tensor:
         if not _is_decode(metadata):
-            return self._prompts.forward(
-                q, kv_cache, metadata, scale=scale, sliding_window=sliding_window, out=out
-            )
+            return self._prompts.forward(q, kv_cache, metadata, form, out=out)
         q = q.contiguous()
         out = torch.empty_like(q) if out is None else out
         block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
@@ -66,14 +68,18 @@ class NativeAttention:
             metadata.block_table.data_ptr(),
             metadata.seq_lens.data_ptr(),
             self._scores.data_ptr(),
+            0 if form.sinks is None else form.sinks.data_ptr(),
             metadata.block_table.stride(0),
+            kv_cache.stride(0),
             metadata.max_seq_len,
-            sliding_window or metadata.max_seq_len,
+            form.sliding_window or metadata.max_seq_len,
             num_kv_heads,
             q.shape[1] // num_kv_heads,
             head_dim,
             block_size,
-            scale,
+            int(form.sinks is not None),
+            form.scale,
+            form.softcap or 0.0,
             num_items,
             min(num_items, threads_for(num_bytes)),
         )

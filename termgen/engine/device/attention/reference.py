@@ -18,6 +18,10 @@ anywhere; its row of the block table names them in the order of the sequence:
 A token sees itself and the tokens before it; under a sliding window of w, the last w of these. The
 query heads are in groups of equal size, each of which shares one key head.
 
+Two things are for the families that have them. A soft cap of c turns every score s into
+c * tanh(s / c). A sink is one more score for a head's softmax, which belongs to no token: it takes
+its share of the weight, and nothing comes of it.
+
 From here: `base.py` has the interface of a backend, `triton_paged.py` is the one of a GPU, and
 `torch_reference.py` that of a CPU.
 """
@@ -36,6 +40,8 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [num_heads]
 ) -> torch.Tensor:  # [T, num_heads, head_dim] float64
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     starts = query_start_loc.tolist()
@@ -43,7 +49,8 @@ def paged_attention(
         if seq_len:
             tokens = slice(starts[row], starts[row + 1])
             keys, values = gather(kv_cache, block_table[row], seq_len)
-            out[tokens] = attend(q[tokens].double() * scale, keys, values, sliding_window)
+            scaled = q[tokens].double() * scale
+            out[tokens] = attend(scaled, keys, values, sliding_window, softcap, sinks)
     return out
 
 
@@ -63,6 +70,8 @@ def attend(
     keys: torch.Tensor,  # [seq_len, num_kv_heads, head_dim]
     values: torch.Tensor,
     sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [num_heads]
 ) -> torch.Tensor:  # [n, num_heads, head_dim]
     """softmax(q @ keys) @ values over what each token sees, head by head."""
     group_size = q.shape[1] // keys.shape[1]
@@ -73,5 +82,11 @@ def attend(
     if sliding_window is not None:
         is_seen &= key_position > query_position - sliding_window
     scores = torch.einsum("qhd,khd->hqk", q, keys)
-    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(scores)[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat((scores, sink), -1)
+    weights = scores.softmax(-1)[..., : len(keys)]
     return torch.einsum("hqk,khd->qhd", weights, values)

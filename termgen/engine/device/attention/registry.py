@@ -6,6 +6,7 @@ backend's kernels are imported only where they can run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pkgutil import resolve_name
@@ -35,32 +36,32 @@ only when asked for."""
 assert tuple(BACKENDS) == ATTENTION_BACKENDS
 
 
-def make_backend(
-    name: str | None, shape: AttentionShape
-) -> tuple[AttentionBackend, AttentionShape, str]:
-    """A backend for one engine, which keeps the plan of that engine's current step.
+def make_backends(
+    name: str | None, shapes: Sequence[AttentionShape]
+) -> tuple[list[AttentionBackend], list[AttentionShape], str]:
+    """A backend of one kind for each shape of an engine, which keep the plans of that engine's
+    current step.
 
-    Also the shape with its block size settled, and why a faster one was passed over, or "". Raises
-    ConfigError when `name` cannot run `shape`.
+    Also the shapes with their block size settled, and why a faster kind was passed over, or "".
+    Raises ConfigError when `name` cannot run one of the shapes.
     """
     passed_over = ""
     for known in BACKENDS:
         if name != known and (name is not None or known in EXTRAS):
             continue
-        reason = why_not(known, shape)
+        reason = why_not(known, *shapes)
         if not reason:
             backend = backend_class(known)
-            settled = shape
-            if shape.block_size is None:
-                settled = replace(shape, block_size=backend.capabilities.preferred_block_size)
-            return backend(settled), settled, passed_over
+            size = backend.capabilities.preferred_block_size
+            settled = [replace(shape, block_size=shape.block_size or size) for shape in shapes]
+            return [backend(shape) for shape in settled], settled, passed_over
         if name is not None:
             raise ConfigError(
                 f"attention_backend {name}: {reason}; torch_reference runs everywhere",
                 param="attention_backend",
             )
-        is_gpu = shape.device.type != "cpu"
-        if is_gpu and not why_not(known, replace(shape, kv_cache_dtype=shape.dtype)):
+        unquantized = [replace(shape, kv_cache_dtype=shape.dtype) for shape in shapes]
+        if shapes[0].device.type != "cpu" and not why_not(known, *unquantized):
             # Half the bytes are asked for to be faster: not for them at the price of the kernels.
             raise ConfigError(
                 f"kv_cache_dtype fp8: {reason}; use kv_cache_dtype auto, or attention_backend "
@@ -71,8 +72,12 @@ def make_backend(
     raise AssertionError("torch_reference refused a shape")
 
 
-def why_not(name: str, shape: AttentionShape) -> str:
-    """The reason a backend cannot run this shape; empty if it can."""
+def why_not(name: str, *shapes: AttentionShape) -> str:
+    """The reason a backend cannot run these shapes; empty if it can."""
+    return next(filter(None, (_why_not(name, shape) for shape in shapes)), "")
+
+
+def _why_not(name: str, shape: AttentionShape) -> str:
     device_type = shape.device.type
     if name == "triton" and (reason := why_unusable(shape.device, dtype=shape.kv_cache_dtype)):
         return reason
@@ -88,6 +93,8 @@ def why_not(name: str, shape: AttentionShape) -> str:
         return f"a KV cache of {_dtype_name(shape.kv_cache_dtype)} is not supported"
     if capabilities.head_dims is not None and shape.head_dim not in capabilities.head_dims:
         return f"heads of size {shape.head_dim} are not supported"
+    if missing := shape.needs - capabilities.features:
+        return f"{' and '.join(sorted(missing))} are not supported"
     size = shape.block_size or capabilities.preferred_block_size
     if capabilities.block_sizes is not None and size not in capabilities.block_sizes:
         return f"block_size must be {_words({str(s) for s in capabilities.block_sizes})}"

@@ -22,11 +22,15 @@ import torch
 import torch.nn.functional as F
 
 from termgen.engine.device.attention.base import (
+    SINKS,
+    SOFTCAP,
+    UNEQUAL_LAYERS,
     AttentionCapabilities,
+    AttentionForm,
     AttentionMetadata,
     AttentionShape,
 )
-from termgen.engine.device.kernels.kv_cache import FP8, movable
+from termgen.engine.device.kernels.kv_cache import FP8, read_slots
 
 _QUERY_TILE = 256
 """Queries of one row computed together: past this, causal tiles skip what cannot be seen."""
@@ -48,6 +52,7 @@ class TorchReferenceAttention:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         graph_modes=frozenset({"NONE", "PIECEWISE"}),
         kv_cache_dtypes=frozenset({FP8}),
+        features=frozenset({SOFTCAP, SINKS, UNEQUAL_LAYERS}),
     )
 
     def __init__(self, shape: AttentionShape | None = None) -> None:
@@ -69,12 +74,11 @@ class TorchReferenceAttention:
         q: torch.Tensor,  # [T, num_heads, head_dim]
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         metadata: AttentionMetadata,
+        form: AttentionForm,
         *,
-        scale: float,
-        sliding_window: int | None,
         out: torch.Tensor | None = None,  # [T, num_heads, head_dim]
     ) -> torch.Tensor:
-        attended = self._attend(q, kv_cache, metadata, scale, sliding_window)
+        attended = self._attend(q, kv_cache, metadata, form)
         return attended if out is None else out.copy_(attended)
 
     def _attend(
@@ -82,18 +86,16 @@ class TorchReferenceAttention:
         q: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        form: AttentionForm,
     ) -> torch.Tensor:
         assert self._prepared is metadata, "prepare was not called for this step"
-        slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
         num_tokens = q.shape[0]
         if len(self._groups) == 1 and self._groups[0].is_whole(num_tokens):
-            return self._groups[0].attend(q, slots, scale, sliding_window)
+            return self._groups[0].attend(q, kv_cache, form)
         # The extra row takes what is computed for padding.
         out = q.new_zeros(num_tokens + 1, *q.shape[1:])
         for group in self._groups:
-            group.store(out, group.attend(group.queries(q), slots, scale, sliding_window))
+            group.store(out, group.attend(group.queries(q), kv_cache, form))
         return out[:num_tokens]
 
 
@@ -138,7 +140,7 @@ class _Group:
         tokens = first_token[:, None] + offsets
         self._query_index = torch.where(is_live, tokens, 0).flatten()
         self._output_index = torch.where(is_live, tokens, metadata.num_tokens).flatten()
-        self._views: dict[int | None, _View] = {}
+        self._views: dict[tuple[int | None, int], _View] = {}
 
     def is_whole(self, num_tokens: int) -> bool:
         """True if the group's queries are the step's tokens, in order and without padding."""
@@ -160,32 +162,33 @@ class _Group:
     def attend(
         self,
         q: torch.Tensor,  # [n * num_queries, num_heads, head_dim]
-        slots: torch.Tensor,  # [num_slots, 2, num_kv_heads, head_dim]
-        scale: float,
-        window: int | None,
+        kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
+        form: AttentionForm,
     ) -> torch.Tensor:  # [n * num_queries, num_heads, head_dim]
         n, num_queries = self._batch.rows.shape[0], self._batch.num_queries
         num_heads, head_dim = q.shape[1:]
-        num_kv_heads = slots.shape[2]
+        num_kv_heads = kv_cache.shape[3]
         group_size = num_heads // num_kv_heads
-        view = self._views.get(window)
+        window = form.sliding_window
+        view = self._views.get((window, group_size))
         if view is None:
-            view = self._views[window] = self._build_view(window, group_size, q.dtype)
-        keys_values = movable(slots).index_select(0, view.key_slots)
+            view = self._build_view(window, group_size, q.dtype)
+            self._views[window, group_size] = view
         keys_values = (
-            keys_values.view(slots.dtype)
+            read_slots(kv_cache, view.key_slots)
             .to(q.dtype)
             .view(n, view.num_keys, 2, num_kv_heads, head_dim)
         )
         # The heads that share a key head are laid beside the queries, so no key is repeated.
         folded = q.view(n, num_queries, num_kv_heads, group_size, head_dim).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(
-            folded.reshape(n, num_kv_heads, num_queries * group_size, head_dim),
-            keys_values[:, :, 0].transpose(1, 2),
-            keys_values[:, :, 1].transpose(1, 2),
-            attn_mask=view.mask,
-            scale=scale,
-        )
+        folded = folded.reshape(n, num_kv_heads, num_queries * group_size, head_dim)
+        keys, values = keys_values.permute(2, 0, 3, 1, 4)  # [n, num_kv_heads, num_keys, head_dim]
+        if form.softcap is None and form.sinks is None:
+            attended = F.scaled_dot_product_attention(
+                folded, keys, values, attn_mask=view.mask, scale=form.scale
+            )
+        else:
+            attended = _attend_step_by_step(folded, keys, values, view.mask, form)
         attended = attended.view(n, num_kv_heads, num_queries, group_size, head_dim)
         return attended.transpose(1, 2).reshape(n * num_queries, num_heads, head_dim)
 
@@ -215,6 +218,37 @@ class _Group:
             return max(1, int(np.max((end - first).numpy())))
         longest = self._metadata.max_seq_len
         return longest if window is None else min(longest, window + num_queries - 1)
+
+
+def _attend_step_by_step(
+    q: torch.Tensor,  # [n, num_kv_heads, num_queries * group_size, head_dim]
+    keys: torch.Tensor,  # [n, num_kv_heads, num_keys, head_dim]
+    values: torch.Tensor,  # the same
+    mask: torch.Tensor | None,
+    form: AttentionForm,
+) -> torch.Tensor:  # as q
+    """Attention with the scores in memory, float32, as torch's own has no soft cap and no sinks:
+    some key heads at a time, so that the scores stay as few as `_MAX_SCORES`."""
+    n, num_kv_heads, num_rows, _ = q.shape
+    together = max(1, _MAX_SCORES // (n * num_rows * keys.shape[2]))
+    sinks = None
+    if form.sinks is not None:
+        of_group = form.sinks.float().view(num_kv_heads, -1)
+        sinks = of_group.repeat(1, num_rows // of_group.shape[1])[None, :, :, None]
+    out = torch.empty_like(q)
+    for first in range(0, num_kv_heads, together):
+        some = slice(first, first + together)
+        scores = q[:, some].float() @ keys[:, some].float().transpose(2, 3)
+        scores *= form.scale
+        if form.softcap is not None:
+            scores = scores.div_(form.softcap).tanh_().mul_(form.softcap)
+        if mask is not None:
+            scores += mask
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, some].expand(n, -1, -1, -1)), -1)
+        weights = scores.softmax(-1)[..., : keys.shape[2]]
+        out[:, some] = weights @ values[:, some].float()
+    return out
 
 
 def _mask(is_seen: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.Tensor | None:

@@ -9,7 +9,11 @@ from __future__ import annotations
 import torch
 
 from termgen.engine.device.attention.base import (
+    SINKS,
+    SOFTCAP,
+    UNEQUAL_LAYERS,
     AttentionCapabilities,
+    AttentionForm,
     AttentionMetadata,
     AttentionShape,
 )
@@ -20,8 +24,9 @@ from termgen.engine.device.kernels.attention import (
     prefill_plan,
 )
 from termgen.engine.device.kernels.kv_cache import FP8
+from termgen.engine.device.kernels.launch import shared_bytes
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 class TritonPagedAttention:
@@ -37,6 +42,8 @@ class TritonPagedAttention:
         head_dims=frozenset(range(16, MAX_HEAD_DIM + 1, 8)),
         preferred_block_size=64,  # a tile of keys lies within a block
         kv_cache_dtypes=frozenset({FP8}),
+        shares_plans=True,
+        features=frozenset({SOFTCAP, SINKS, UNEQUAL_LAYERS}),
     )
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -52,7 +59,10 @@ class TritonPagedAttention:
             config=decode_plan.default_config(shape.head_dim, shape.dtype, shape.kv_cache_dtype),
             device=shape.device,
         )
-        self._can_specialise = prefill_plan.can_specialise(
+        # The kernel of the specialised warps computes no soft caps, as its registers are full, and
+        # copies a cache as lines that lie one behind the other.
+        left_to_others = {SOFTCAP, UNEQUAL_LAYERS} & shape.needs
+        self._can_specialise = not left_to_others and prefill_plan.can_specialise(
             shape.device,
             head_dim=shape.head_dim,
             dtype=shape.dtype,
@@ -70,7 +80,7 @@ class TritonPagedAttention:
         self._tiles = 0
         self._decode_rows = 0
         self._decode_lens = torch.zeros(0, dtype=torch.int32, device=shape.device)
-        self._prepared: AttentionMetadata | None = None
+        self._prepared: torch.Tensor | None = None
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         num_decodes = metadata.num_decodes
@@ -92,7 +102,7 @@ class TritonPagedAttention:
                     sliding_window=window,
                 )
         self._plan_prefill(metadata)
-        self._prepared = metadata
+        self._prepared = metadata.seq_lens  # which the groups of a step share
 
     def _plan_prefill(self, metadata: AttentionMetadata) -> None:
         first_row = metadata.num_decodes or 0
@@ -119,12 +129,11 @@ class TritonPagedAttention:
         q: torch.Tensor,  # [T, num_heads, head_dim]
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         metadata: AttentionMetadata,
+        form: AttentionForm,
         *,
-        scale: float,
-        sliding_window: int | None,
         out: torch.Tensor | None = None,  # [T, num_heads, head_dim], contiguous
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
-        assert self._prepared is metadata, "prepare was not called for this step"
+        assert self._prepared is metadata.seq_lens, "prepare was not called for this step"
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._decode_rows:
@@ -134,11 +143,13 @@ class TritonPagedAttention:
                 kv_cache,
                 metadata.block_table,
                 self._decode_lens,
-                self._decode_plans[sliding_window],
+                self._decode_plans[form.sliding_window],
                 self._workspace,
                 num_rows=self._decode_rows,
-                scale=scale,
-                sliding_window=sliding_window,
+                scale=form.scale,
+                sliding_window=form.sliding_window,
+                softcap=form.softcap,
+                sinks=form.sinks,
                 out=out,
             )
         if self._tiles:
@@ -149,8 +160,10 @@ class TritonPagedAttention:
                 self._prefill_plan,
                 config=self._config,
                 num_tiles=self._tiles,
-                scale=scale,
-                sliding_window=sliding_window,
+                scale=form.scale,
+                sliding_window=form.sliding_window,
+                softcap=form.softcap,
+                sinks=form.sinks,
                 out=out,
             )
         return out
@@ -164,6 +177,7 @@ class TritonPagedAttention:
             max_query_len=max_query_len,
             block_size=self._block_size,
             can_specialise=self._can_specialise,
+            shared_bytes=shared_bytes(shape.device),
         )
 
     def _num_tiles(self, config: prefill_plan.PrefillConfig, num_tokens: int, num_rows: int) -> int:

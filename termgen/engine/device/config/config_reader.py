@@ -28,6 +28,10 @@ class ConfigReader:
     def get(self, key: str) -> Any:
         return self._values.get(key)
 
+    def has(self, key: str) -> bool:
+        """True if the key is there, even as a null."""
+        return key in self._values
+
     def present(self) -> dict[str, Any]:
         """The entries that are not null."""
         return {key: value for key, value in self._values.items() if value is not None}

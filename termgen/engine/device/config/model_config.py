@@ -13,76 +13,56 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from termgen.engine.device.config.cache_spec import CacheSpec
 from termgen.engine.device.config.config_reader import ConfigReader
-from termgen.engine.device.config.rope_config import RopeConfig, read_rope, rope_keys
+from termgen.engine.device.config.experts_config import (
+    MoeConfig,
+    gpt_oss_experts,
+    mixtral_experts,
+    qwen3_5_experts,
+    qwen3_moe_experts,
+    qwen3_next_experts,
+)
+from termgen.engine.device.config.family_keys import common_keys, muse_full_layers
+from termgen.engine.device.config.gemma3n_config import (
+    gemma3n_differences,
+    gemma3n_inputs,
+    gemma3n_streams,
+)
+from termgen.engine.device.config.gemma4_config import (
+    gemma4_differences,
+    gemma4_experts,
+    gemma4_inputs,
+)
+from termgen.engine.device.config.layer_differences import (
+    LayerDifferences,
+    PerLayerInputs,
+    ResidualStreams,
+)
+from termgen.engine.device.config.linear_config import LinearAttention, linear_attention
+from termgen.engine.device.config.rope_config import NO_ROPE, RopeConfig, read_rope, rope_keys
+from termgen.engine.device.config.stored_weights import check_stored_weights
 from termgen.errors import UnsupportedModelError
 
 HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 TORCH_DTYPES = ("float32", "bfloat16", "float16")
 
-_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
-    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "sliding_window": 4096},
-}
-"""Values of keys that a config.json leaves out, where transformers' class for the architecture has
-another default than most. A key that is null keeps that meaning."""
 
-_GEMMA3_DEFAULTS = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-}
-_SHARED_KEYS = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
-"""Keys that a config with a vision part may hold for both parts."""
-_GEMMA3_REFUSED = (
-    "final_logit_softcapping",
-    "attn_logit_softcapping",
-    "use_bidirectional_attention",
+_QWEN3_5_ROTARY = 0.25
+"""The part of a head that is rotated, where a config.json does not say."""
+WeightPrefixes = tuple[tuple[str, str | None], ...]
+_ALL_WEIGHTS: WeightPrefixes = (("", ""),)
+_BESIDE_VISION: WeightPrefixes = (
+    ("model.language_model.", "model."),
+    ("lm_head.", "lm_head."),
+    ("", None),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertNames:
-    """Names in a checkpoint with one tensor for each expert's matrix."""
-
-    block: str
-    """The part of a layer that holds the router and the experts."""
-    gate: str
-    up: str
-    down: str
-
-
-QWEN_NAMES = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
-MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeConfig:
-    """Experts: small gated MLPs, of which a router picks a few for each token."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int
-    """Inner size of one expert."""
-    norm_topk_prob: bool
-    """True if the weights of a token's experts are scaled to add up to one."""
-    sparse_layers: frozenset[int]
-    """The layers that have experts in the place of an MLP."""
-    names: ExpertNames
+_QWEN3_5_WEIGHTS: WeightPrefixes = (
+    ("model.language_model.", "model."),
+    *((name, None) for name in ("model.visual.", "mtp.")),
+    ("", ""),
+)
+_QWEN3_NEXT_WEIGHTS: WeightPrefixes = (("mtp.", None), ("", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +87,9 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    """Positions that its rotations are for."""
+    extended_positions: int | None = None
+    """Positions that other rotations can be made for, the same for all requests; None: no more."""
     rms_norm_eps: float
     hidden_act: str
     tie_word_embeddings: bool
@@ -115,6 +98,23 @@ class ModelConfig:
     """The rotation of layers with a sliding window, in a family where it is another."""
     attention_scale: float
     """Factor of attention scores."""
+    attention_softcap: float | None = None
+    """A score s becomes attention_softcap * tanh(s / attention_softcap)."""
+    logit_softcap: float | None = None
+    """The same for logits."""
+    logit_factor: float = 1.0
+    """Factor of logits, ahead of their cap."""
+    post_norm_eps: float | None = None
+    """The epsilon of norms after attention and MLP, if it is not `rms_norm_eps`."""
+    has_attention_gate: bool = False
+    """True if each number that attention gives is multiplied by a gate, from the layer's input."""
+    unrotated_layers: frozenset[int] = frozenset()
+    """Layers without a rotary position embedding."""
+    has_sinks: bool = False
+    """True if each softmax of attention has one more score, a weight of the head."""
+    has_output_gate: bool = False
+    """True if attention's output is multiplied by the sigmoid of a gate. q_proj has its rows beside
+    those of the queries, head by head."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -126,8 +126,15 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
     moe: MoeConfig | None = None
-    weight_prefix: str = ""
-    """Prefix of this model's tensors in the checkpoint; tensors without it are another model's."""
+    linear: LinearAttention | None = None
+    """Set for families some of whose layers are recurrent."""
+    differences: LayerDifferences = LayerDifferences()
+    per_layer_inputs: PerLayerInputs | None = None
+    streams: ResidualStreams | None = None
+    """None for a model with one residual stream."""
+    weight_prefixes: WeightPrefixes = _ALL_WEIGHTS
+    """How tensors' names in the checkpoint begin, and what that stands for; the first counts. None:
+    a tensor of another model."""
     overflows_float16: bool = False
     """True if activations of the family's models are known to leave the range of float16."""
     transformers: TransformersSource | None = None
@@ -138,7 +145,42 @@ class ModelConfig:
     def layer_ropes(self) -> tuple[RopeConfig, ...]:
         """Per layer, its rotary position embedding."""
         window_rope = self.window_rope or self.rope
-        return tuple(self.rope if window is None else window_rope for window in self.layer_windows)
+        return tuple(
+            NO_ROPE
+            if layer in self.unrotated_layers
+            else (self.rope if window is None else window_rope)
+            for layer, window in enumerate(self.layer_windows)
+        )
+
+    @property
+    def layer_caches(self) -> tuple[CacheSpec | None, ...]:
+        """Per layer, what it keeps of every token; None for recurrent layers and those that read
+        what others keep."""
+        recurrent = () if self.linear is None else self.linear.layers
+        return tuple(
+            None
+            if layer in recurrent or self.kv_source(layer) != layer
+            else CacheSpec(*self.kv_heads(layer), window)
+            for layer, window in enumerate(self.layer_windows)
+        )
+
+    def kv_heads(self, layer: int) -> tuple[int, int]:
+        """Number and size of the key heads that a layer reads."""
+        full = self.differences.full_heads
+        if full is not None and self.layer_windows[layer] is None:
+            return full
+        return self.num_kv_heads, self.head_dim
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads; its own number, in most models."""
+        sources = self.differences.kv_sources
+        return sources[layer] if sources else layer
+
+    def for_positions(self, longest: int) -> ModelConfig:
+        """The config whose rotations are for contexts of that length."""
+        if longest <= self.max_position_embeddings:
+            return self
+        return replace(self, max_position_embeddings=longest)
 
     @property
     def implementation(self) -> str:
@@ -150,31 +192,70 @@ class ModelConfig:
         """Weights of the matrices; norms and biases are too few to matter."""
         if self.transformers is not None:
             return self.transformers.num_parameters
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # of q and the output, k and v
-        rows = self.num_layers * heads * self.head_dim
-        sparse = 0
-        if self.moe is not None:
-            sparse = len(self.moe.sparse_layers)
-            rows += sparse * self.moe.num_experts * (3 * self.moe.intermediate_size + 1)
-        rows += (self.num_layers - sparse) * 3 * self.intermediate_size
+        recurrent = () if self.linear is None else self.linear.layers
+        rows = 0
+        if (linear := self.linear) is not None:
+            # q, k, v and the two gates; the output's gate and its projection
+            of_layer = linear.num_channels + 2 * linear.num_v_heads * (linear.v_dim + 1)
+            rows += len(linear.layers) * of_layer
+        for layer in range(self.num_layers):
+            own = self.of_layer(layer)
+            if layer not in recurrent:
+                heads = 2 * own.num_heads + own.num_kv_heads * (1 if own.keys_are_values else 2)
+                heads += own.num_heads * (self.has_attention_gate or self.has_output_gate)
+                rows += heads * own.head_dim
+            if own.moe is None or own.moe.is_beside_mlp:
+                rows += 3 * own.intermediate_size
+            if own.moe is not None:
+                rows += own.moe.num_experts * (3 * own.moe.intermediate_size + 1)
+                rows += 3 * (own.moe.shared_intermediate_size or 0)
         rows += self.vocab_size * (1 if self.tie_word_embeddings else 2)
-        return rows * self.hidden_size
+        others = 0
+        if (inputs := self.per_layer_inputs) is not None:
+            rows += 3 * self.num_layers * inputs.size
+            others = inputs.vocab_size * self.num_layers * inputs.size
+        if (streams := self.streams) is not None:
+            rows += self.num_layers * (2 * streams.laurel_rank + streams.num)
+            rows += 2 * (streams.num - 1) * self.hidden_size
+        return rows * self.hidden_size + others
+
+    @property
+    def keys_are_values(self) -> bool:
+        """True, in the config of one layer, if it has no projection of values."""
+        return self.differences.keys_are_values
+
+    @property
+    def gate_sparsity(self) -> float:
+        """In the config of one layer, the part of its MLP's gates that are closed."""
+        return next(iter(self.differences.gate_sparsities), 0.0)
 
     def of_layer(self, layer: int) -> ModelConfig:
-        """The config of one layer: without experts where it has a plain MLP."""
-        if self.moe is None or layer in self.moe.sparse_layers:
-            return self
-        return replace(self, moe=None)
+        """The config of one layer: with its own heads, of which `num_kv_heads` is 0 where it reads
+        another's, and without experts where it has a plain MLP."""
+        changes: dict[str, Any] = {}
+        if self.moe is not None and layer not in self.moe.sparse_layers:
+            changes["moe"] = None
+        differences = self.differences
+        if differences != LayerDifferences():
+            has_own = self.kv_source(layer) == layer
+            num_kv_heads, changes["head_dim"] = self.kv_heads(layer)
+            changes["num_kv_heads"] = num_kv_heads if has_own else 0
+            if differences.mlp_sizes:
+                changes["intermediate_size"] = differences.mlp_sizes[layer]
+            are_values = differences.keys_are_values and self.layer_windows[layer] is None
+            changes["differences"] = LayerDifferences(
+                keys_are_values=are_values,
+                gate_sparsities=differences.gate_sparsities[layer : layer + 1],
+            )
+        return replace(self, **changes) if changes else self
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Reads a config.json. Raises UnsupportedModelError or CorruptFileError naming the key."""
         architecture = _architecture(ConfigReader(config))
-        read = ConfigReader({**_CLASS_DEFAULTS.get(architecture, {}), **config})
-        if architecture.startswith("Gemma3"):
-            read = _gemma3_keys(read)
+        read = common_keys(architecture, config)
         family = _FAMILIES[architecture](read)
-        reject_foreign_quantization(read)
+        check_stored_weights(read, architecture)
         hidden_size = read.integer("hidden_size")
         num_layers = read.integer("num_hidden_layers", most=1024)
         num_heads = read.integer("num_attention_heads")
@@ -186,6 +267,9 @@ class ModelConfig:
         window_rope = None
         if family.window_rope is not None:
             window_rope = read_rope(read, family.window_rope, head_dim, max_positions)
+        rope = read_rope(
+            read, family.rope or rope_keys(read), head_dim, max_positions, family.partial_rotary
+        )
         return cls(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
@@ -199,9 +283,21 @@ class ModelConfig:
             rms_norm_eps=read.number("rms_norm_eps", default=1e-6, above=0.0),
             hidden_act=_hidden_act(read),
             tie_word_embeddings=read.flag("tie_word_embeddings", default=False),
-            rope=read_rope(read, family.rope or rope_keys(read), head_dim, max_positions),
+            rope=rope,
             window_rope=window_rope,
-            attention_scale=(family.query_scalar or head_dim) ** -0.5,
+            attention_scale=family.query_factor * (family.query_scalar or head_dim) ** -0.5,
+            attention_softcap=family.attention_softcap,
+            logit_softcap=family.logit_softcap,
+            logit_factor=family.logit_factor,
+            post_norm_eps=family.post_norm_eps,
+            has_attention_gate=family.has_attention_gate,
+            unrotated_layers=(
+                _unrotated_layers(read, num_layers, rope.theta)
+                if family.has_layer_thetas
+                else frozenset()
+            ),
+            has_sinks=family.has_sinks,
+            has_output_gate=family.has_output_gate,
             qkv_bias=family.qkv_bias,
             o_bias=family.o_bias,
             mlp_bias=family.mlp_bias,
@@ -210,9 +306,13 @@ class ModelConfig:
             layer_windows=_layer_windows(read, family, num_layers),
             bos_token_id=read.token_id("bos_token_id"),
             eos_token_ids=read.token_ids("eos_token_id"),
-            weight_prefix=family.weight_prefix,
+            weight_prefixes=family.weight_prefixes,
             overflows_float16=family.overflows_float16,
             moe=family.moe(read, num_layers) if family.moe is not None else None,
+            linear=family.linear(read, num_layers) if family.linear is not None else None,
+            differences=family.differences,
+            per_layer_inputs=family.per_layer_inputs,
+            streams=family.streams,
             torch_dtype=read_torch_dtype(read),
         )
 
@@ -235,10 +335,27 @@ class _Family:
     window_rope: ConfigReader | None = None
     query_scalar: float | None = None
     """Queries are divided by its root; None: the head size."""
-    weight_prefix: str = ""
+    query_factor: float = 1.0
+    """Queries are multiplied by it, besides."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    logit_factor: float = 1.0
+    post_norm_eps: float | None = None
+    has_attention_gate: bool = False
+    has_layer_thetas: bool = False
+    has_sinks: bool = False
+    weight_prefixes: WeightPrefixes = _ALL_WEIGHTS
+    has_output_gate: bool = False
+    partial_rotary: float | None = None
+    """The part of a head that is rotated when the config does not say; None: all, always."""
     overflows_float16: bool = False
+    differences: LayerDifferences = LayerDifferences()
+    per_layer_inputs: PerLayerInputs | None = None
+    streams: ResidualStreams | None = None
     moe: Callable[[ConfigReader, int], MoeConfig] | None = None
     """Reads the experts, given the number of layers."""
+    linear: Callable[[ConfigReader, int], LinearAttention] | None = None
+    """Reads the recurrent layers, given the number of layers."""
 
 
 def _llama(read: ConfigReader) -> _Family:
@@ -283,7 +400,7 @@ def _qwen3(read: ConfigReader) -> _Family:
 
 
 def _mixtral(read: ConfigReader) -> _Family:
-    return _Family(sliding_window=read.optional_integer("sliding_window"), moe=_mixtral_moe)
+    return _Family(sliding_window=read.optional_integer("sliding_window"), moe=mixtral_experts)
 
 
 def _qwen3_moe(read: ConfigReader) -> _Family:
@@ -293,8 +410,63 @@ def _qwen3_moe(read: ConfigReader) -> _Family:
         o_bias=attention_bias,
         qk_norm=True,
         sliding_window=_qwen_window(read),
-        moe=_qwen3_moe_experts,
+        moe=qwen3_moe_experts,
     )
+
+
+def _gemma2(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        sliding_window=read.optional_integer("sliding_window"),
+        has_layer_types=True,
+        query_scalar=read.number("query_pre_attn_scalar", above=0.0),
+        attention_softcap=_softcap(read, "attn_logit_softcapping"),
+        logit_softcap=_softcap(read, "final_logit_softcapping"),
+        overflows_float16=True,
+    )
+
+
+def _gpt_oss(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=True)
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        sliding_window=read.optional_integer("sliding_window"),
+        has_layer_types=True,
+        has_sinks=True,
+        moe=gpt_oss_experts,
+    )
+
+
+def _qwen3_5(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        has_output_gate=True,
+        partial_rotary=_QWEN3_5_ROTARY,
+        weight_prefixes=_QWEN3_5_WEIGHTS,
+        linear=linear_attention,
+    )
+
+
+def _qwen3_5_moe(read: ConfigReader) -> _Family:
+    return replace(_qwen3_5(read), moe=qwen3_5_experts)
+
+
+def _qwen3_next(read: ConfigReader) -> _Family:
+    def linear(read: ConfigReader, num_layers: int) -> LinearAttention:
+        return replace(linear_attention(read, num_layers), is_by_k_head=True)
+
+    weights, experts = _QWEN3_NEXT_WEIGHTS, qwen3_next_experts
+    return replace(_qwen3_5(read), weight_prefixes=weights, moe=experts, linear=linear)
+
+
+def _softcap(read: ConfigReader, key: str) -> float | None:
+    return None if read.get(key) is None else read.number(key, above=0.0)
 
 
 def _gemma3(read: ConfigReader) -> _Family:
@@ -315,7 +487,76 @@ def _gemma3(read: ConfigReader) -> _Family:
 
 
 def _gemma3_with_vision(read: ConfigReader) -> _Family:
-    return replace(_gemma3(read), weight_prefix="language_model.")
+    return replace(_gemma3(read), weight_prefixes=(("language_model.", ""), ("", None)))
+
+
+def _gemma3n(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    ropes = read.child("rope_parameters")
+    assert ropes is not None  # gemma3n_keys
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        sliding_window=read.integer("sliding_window"),
+        has_layer_types=True,
+        rope=ropes.child("full_attention"),
+        window_rope=ropes.child("sliding_attention"),
+        query_scalar=1.0,
+        logit_softcap=_softcap(read, "final_logit_softcapping"),
+        overflows_float16=True,
+        differences=gemma3n_differences(read),
+        per_layer_inputs=gemma3n_inputs(read),
+        streams=gemma3n_streams(read),
+    )
+
+
+def _gemma3n_with_others(read: ConfigReader) -> _Family:
+    return replace(_gemma3n(read), weight_prefixes=_BESIDE_VISION)
+
+
+def _gemma4(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    ropes = read.child("rope_parameters")
+    assert ropes is not None  # gemma4_keys
+    has_experts = read.flag("enable_moe_block", default=False)
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        sliding_window=read.integer("sliding_window"),
+        has_layer_types=True,
+        rope=ropes.child("full_attention"),
+        window_rope=ropes.child("sliding_attention"),
+        query_scalar=1.0,
+        logit_softcap=_softcap(read, "final_logit_softcapping"),
+        overflows_float16=True,
+        differences=gemma4_differences(read),
+        per_layer_inputs=gemma4_inputs(read),
+        moe=gemma4_experts if has_experts else None,
+    )
+
+
+def _gemma4_with_others(read: ConfigReader) -> _Family:
+    return replace(_gemma4(read), weight_prefixes=_BESIDE_VISION)
+
+
+def _muse(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        sliding_window=read.optional_integer("sliding_window"),
+        has_layer_types=True,
+        query_factor=read.number("qk_scale_factor", above=0.0),
+        logit_softcap=read.number("final_logit_softcapping", above=0.0),
+        logit_factor=read.number("output_multiplier", above=0.0),
+        post_norm_eps=read.number("post_norm_eps", above=0.0),
+        has_attention_gate=True,
+        has_layer_thetas=True,
+        weight_prefixes=_BESIDE_VISION,
+    )
 
 
 _FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
@@ -323,9 +564,21 @@ _FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_with_vision,
+    "Gemma3nForCausalLM": _gemma3n,
+    "Gemma3nForConditionalGeneration": _gemma3n_with_others,
+    "Gemma4ForCausalLM": _gemma4,
+    "Gemma4ForConditionalGeneration": _gemma4_with_others,
+    "GptOssForCausalLM": _gpt_oss,
+    "MuseGlimmerForConditionalGeneration": _muse,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5ForConditionalGeneration": _qwen3_5,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe,
+    "Qwen3NextForCausalLM": _qwen3_next,
     "MixtralForCausalLM": _mixtral,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
@@ -357,17 +610,6 @@ def _architecture(read: ConfigReader) -> str:
     if architecture not in _FAMILIES:
         raise unsupported_architecture(architecture)
     return architecture
-
-
-def reject_foreign_quantization(read: ConfigReader) -> None:
-    quantization = read.get("quantization_config")
-    if quantization is None:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    raise UnsupportedModelError(
-        f"config.json: quantization_config asks for {method or 'an unknown method'}, which is not"
-        " supported; use the unquantized model or a GGUF file"
-    )
 
 
 def _head_dim(read: ConfigReader, hidden_size: int, num_heads: int, default: int | None) -> int:
@@ -416,103 +658,20 @@ def _layer_windows(read: ConfigReader, family: _Family, num_layers: int) -> tupl
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _qwen3_moe_experts(read: ConfigReader, num_layers: int) -> MoeConfig:
-    # transformers 5 writes the number under the name that Mixtral has for it.
-    key = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
-    step = read.integer("decoder_sparse_step", default=1)
-    dense = _layer_list(read, "mlp_only_layers", num_layers)
-    sparse = (layer for layer in range(num_layers) if (layer + 1) % step == 0)
-    return MoeConfig(
-        **_expert_sizes(read, key),
-        intermediate_size=read.integer("moe_intermediate_size"),
-        norm_topk_prob=read.flag("norm_topk_prob", default=False),
-        sparse_layers=frozenset(sparse) - dense,
-        names=QWEN_NAMES,
-    )
-
-
-def _mixtral_moe(read: ConfigReader, num_layers: int) -> MoeConfig:
-    return MoeConfig(
-        **_expert_sizes(read, "num_local_experts"),
-        intermediate_size=read.integer("intermediate_size"),
-        norm_topk_prob=True,
-        sparse_layers=frozenset(range(num_layers)),
-        names=MIXTRAL_NAMES,
-    )
-
-
-def _expert_sizes(read: ConfigReader, key: str) -> dict[str, int]:
-    num_experts = read.integer(key, most=1024)
-    chosen = read.integer("num_experts_per_tok")
-    if chosen > num_experts:
-        read.fail("num_experts_per_tok", f"is {chosen}, but there are {num_experts} experts")
-    return {"num_experts": num_experts, "num_experts_per_tok": chosen}
-
-
-def _layer_list(read: ConfigReader, key: str, num_layers: int) -> frozenset[int]:
-    layers = read.get(key)
-    if layers is None:
-        return frozenset()
-    if not isinstance(layers, list | tuple):
-        read.fail(key, "must be a list of layers")
-    for layer in layers:
-        if type(layer) is not int or not 0 <= layer < num_layers:
-            read.fail(key, f"must hold layers from 0 to {num_layers - 1}, not {layer!r}")
-    return frozenset(layers)
-
-
-def _gemma3_keys(read: ConfigReader) -> ConfigReader:
-    """The config in the keys of other families: of a model with a vision part, its text_config.
-
-    A config on the hub leaves out whatever is the class's own default, and older ones say in other
-    keys which layers have a window and how those rotate; here all that is filled in. What the
-    engine does not compute is refused by name.
-    """
-    text = read.child("text_config") or read
-    shared = {key: read.get(key) for key in _SHARED_KEYS}
-    values = {**_GEMMA3_DEFAULTS, **ConfigReader(shared).present(), **text.present()}
-    text = ConfigReader(values, text.prefix)
-    for key in _GEMMA3_REFUSED:
-        if values.get(key):
-            raise UnsupportedModelError(
-                f"config.json: {key} {values[key]!r} is not supported for Gemma 3 models"
+def _unrotated_layers(read: ConfigReader, num_layers: int, theta: float) -> frozenset[int]:
+    """Layers whose own theta is 0; the value of the others counts nowhere, so it has to agree."""
+    thetas = read.get("layer_rope_theta")
+    if thetas is None:
+        return muse_full_layers(num_layers)
+    if not isinstance(thetas, list | tuple) or len(thetas) != num_layers:
+        read.fail("layer_rope_theta", f"must be a list of {num_layers} numbers")
+    for layer, value in enumerate(thetas):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            read.fail("layer_rope_theta", f"must hold numbers, not {value!r}")
+        if value not in (0, theta):
+            read.fail(
+                "layer_rope_theta",
+                f"is {value} at layer {layer}, but layers rotate by rope_theta {theta} or, at 0,"
+                " not at all",
             )
-    changed = {
-        "hidden_act": values["hidden_activation"],
-        "layer_types": values.get("layer_types") or _gemma3_layer_types(text),
-        "rope_parameters": _gemma3_ropes(text),
-    }
-    return ConfigReader({**values, **changed}, text.prefix)
-
-
-def _gemma3_layer_types(text: ConfigReader) -> list[str]:
-    """The last layer of each group of `sliding_window_pattern` sees everything."""
-    every = text.integer("sliding_window_pattern")
-    return [
-        "sliding_attention" if (layer + 1) % every else "full_attention"
-        for layer in range(text.integer("num_hidden_layers", most=1024))
-    ]
-
-
-def _gemma3_ropes(text: ConfigReader) -> dict[str, dict[str, Any]]:
-    """The rotation of each kind of layer; older configs scale only layers without a window."""
-    nothing = ConfigReader({})
-    ropes = text.child("rope_parameters") or nothing
-    for key in ropes.present():
-        if key not in ("full_attention", "sliding_attention"):
-            ropes.fail(key, "is neither full_attention nor sliding_attention")
-    old = text.child("rope_scaling")
-    for read in (old, ropes.child("full_attention"), ropes.child("sliding_attention")):
-        if read is not None and read.get("type") is not None and read.get("rope_type") is None:
-            raise UnsupportedModelError(
-                f"config.json: {read.prefix}.type is an old name that transformers ignores for"
-                " Gemma 3 models: call it rope_type, or remove the scaling"
-            )
-    full = ropes.child("full_attention") or old or nothing
-    window = ropes.child("sliding_attention") or nothing
-    theta = text.number("rope_theta", default=1e6)
-    window_theta = text.number("rope_local_base_freq", default=1e4)
-    return {
-        "full_attention": {"rope_theta": theta, **full.present()},
-        "sliding_attention": {"rope_theta": window_theta, **window.present()},
-    }
+    return frozenset(layer for layer, value in enumerate(thetas) if not value)

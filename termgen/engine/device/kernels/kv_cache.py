@@ -14,6 +14,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+FP8_NAN_BYTE = 0x7F
 
 
 def kv_cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
@@ -31,6 +32,21 @@ def to_cache_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def movable(cache: torch.Tensor) -> torch.Tensor:
     """The same memory in a type that torch can copy by index: bytes, for an 8-bit cache."""
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
+
+
+def read_slots(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """slots: [N] int64 -> their keys and values, [N, 2, num_kv_heads, head_dim]"""
+    if cache.is_contiguous():
+        found = movable(cache).flatten(0, 1).index_select(0, slots)
+    else:  # slots have no view where blocks lie apart
+        found = movable(cache)[slots // cache.shape[1], slots % cache.shape[1]]
+    return found.view(cache.dtype)
+
+
+def fill_with_nan(cache: torch.Tensor, blocks: torch.Tensor) -> None:
+    """blocks: [N] int64"""
+    nan = FP8_NAN_BYTE if cache.dtype == FP8 else float("nan")
+    movable(cache).index_fill_(0, blocks, nan)
 
 
 def cache_constants(cache: torch.Tensor) -> dict[str, int]:

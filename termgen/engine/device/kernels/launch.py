@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 
 _GLUON_RELEASES = ("3.6.", "3.7.")
 """Releases of Triton whose Gluon compiles the kernels."""
+_INTERPRETED_SHARED_BYTES = 227 * 1024
 _INTERPRETED_SMS = 4
 """Multiprocessors a CPU stands in for when kernels are interpreted: enough to split work."""
 
@@ -24,6 +26,15 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_SMS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def shared_bytes(device: torch.device) -> int:
+    """The most shared memory that one program may have."""
+    if device.type != "cuda":
+        return _INTERPRETED_SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)
+    count: int = properties.shared_memory_per_block_optin
     return count
 
 

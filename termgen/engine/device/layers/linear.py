@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from termgen.engine.device.layers.ops import LayerOps
-from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter, parameter_slot
+from termgen.engine.device.layers.stored_rows import StoredRows
+from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,18 @@ class LinearSpec:
     device: torch.device
     is_looked_up: bool
     """True if `embed` reads rows of the weight (a head tied to the input embedding)."""
+    is_multiplied: bool = True
+    """False for a table, of which rows are looked up alone."""
 
 
 class LinearMethod(Protocol):
     """Storage of one layer's weight: filling, multiplication and lookup."""
+
+    kinds: frozenset[str]
+    """Kinds of stored blocks that `load_stored` keeps."""
+
+    def load_stored(self, rows: StoredRows, first_row: int) -> None:
+        """The same as `load_rows` of the rows' values, which it does not round."""
 
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
         """Stores tensor [rows, in_features] at rows [first_row, first_row + rows)."""
@@ -59,6 +68,8 @@ class Build:
     method: LinearMethodFactory
     """Factory for the storage and multiplication of matrices."""
     ops: LayerOps
+    expert_method: LinearMethodFactory | None = None
+    """The same for the matrices of experts; None: all experts of a layer are one tensor."""
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return empty_parameter(*shape, dtype=self.dtype, device=self.device)
@@ -75,6 +86,7 @@ class Linear(nn.Module):
         bias: bool,
         build: Build,
         is_looked_up: bool = False,
+        is_multiplied: bool = True,
     ) -> None:
         super().__init__()
         self.in_features = in_features
@@ -84,7 +96,14 @@ class Linear(nn.Module):
         if bias:
             self.bias = build.parameter(self.out_features)
         self.method = build.method(
-            LinearSpec(in_features, self.out_features, build.dtype, build.device, is_looked_up)
+            LinearSpec(
+                in_features,
+                self.out_features,
+                build.dtype,
+                build.device,
+                is_looked_up,
+                is_multiplied,
+            )
         )
         self._multiply = self.method.multiply  # looking a module's part up takes a microsecond
 
@@ -112,7 +131,12 @@ class Linear(nn.Module):
         def load(tensor: torch.Tensor, first: int = 0) -> None:
             self.method.load_rows(tensor, first_row + first)
 
-        return WeightSlot(name, (rows, self.in_features), "matrix", load, load)
+        def load_stored(stored: StoredRows, first: int) -> None:
+            self.method.load_stored(stored, first_row + first)
+
+        shape = (rows, self.in_features)
+        kinds = self.method.kinds
+        return WeightSlot(name, shape, "matrix", load, load, kinds, load_stored)
 
 
 def _copier(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -129,6 +153,8 @@ class FloatLinear(nn.Module):
     every number of rows from 1 to 256. The plain copy is dropped unless rows of it are looked up.
     """
 
+    kinds: frozenset[str] = frozenset()
+
     def __init__(self, spec: LinearSpec) -> None:
         super().__init__()
         self._spec = spec
@@ -137,12 +163,16 @@ class FloatLinear(nn.Module):
         )
         self._packed: torch.Tensor | None = None
 
+    def load_stored(self, rows: StoredRows, first_row: int) -> None:
+        raise AssertionError(f"{rows.kind} is not among the kinds that this keeps")
+
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
         assert self.weight is not None, "loading into a finalized layer"
         self.weight[first_row : first_row + tensor.shape[0]].copy_(tensor)
 
     def finalize(self) -> None:
-        if self.weight is None or not can_pack(self._spec.dtype, self._spec.device):
+        spec = self._spec
+        if self.weight is None or not spec.is_multiplied or not can_pack(spec.dtype, spec.device):
             return
         # Packed for no particular number of rows: of the layouts tried (for 1, 8, 32, 128, 256 and
         # none) that one was the fastest, or within noise of it, from 1 row to 256.
@@ -179,15 +209,20 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-class VocabEmbedding(nn.Module):
-    """A separate table. A tied model has none and looks rows up in its head (`Linear.embed`)."""
+class VocabEmbedding(Linear):
+    """A table of its own, kept as other matrices are. A tied model has none and looks rows up in
+    its head."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
-        super().__init__()
-        self.weight = build.parameter(vocab_size, hidden_size)
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, build: Build) -> None:
+        """name: the table's in a checkpoint."""
+        super().__init__(
+            hidden_size,
+            {name: vocab_size},
+            bias=False,
+            build=build,
+            is_looked_up=True,
+            is_multiplied=False,
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight)  # [T] -> [T, hidden]
-
-    def weight_slot(self, name: str) -> WeightSlot:
-        return parameter_slot(name, self.weight, "matrix")
+        return self.embed(ids)  # [T] -> [T, hidden]

@@ -60,13 +60,18 @@ class NativeOps(TorchOps):
         q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_kv_heads, head_dim = kv_cache.shape[3:]
+        num_qk = num_heads + num_kv_heads
         fits = (
-            qkv.dtype == kv_cache.dtype == torch.float32
+            qkv.shape[1] == (num_qk + num_kv_heads) * head_dim
+            and qkv.dtype == kv_cache.dtype == torch.float32
             and qkv.is_contiguous()
             and kv_cache.is_contiguous()
             and head_dim % (2 * LANES) == 0
             and rotation.cos.shape[-1] == head_dim
-            and (norm_weight is None or norm_weight.dtype is torch.float32)
+            and (
+                norm_weight is None
+                or (norm_weight.dtype is torch.float32 and len(norm_weight) == num_qk)
+            )
         )
         if not fits:
             return super().rotate_and_store(

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from termgen.engine.device.config.experts_config import GluClamp
 from termgen.engine.device.config.rope_config import RopeConfig
 from termgen.engine.device.kernels.kv_cache import movable, to_cache_dtype
 
@@ -46,6 +47,8 @@ def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     """[rotary_dim / 2] float32 on the CPU: radians per position."""
     dim = int(head_dim * config.partial_rotary_factor)
+    if config.type == "none":
+        return torch.zeros(dim // 2)
     powers = config.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if config.type == "linear":
         return 1.0 / powers / config.factor
@@ -53,6 +56,10 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
         return _llama3(1.0 / powers, config)
     if config.type == "yarn":
         return _yarn(powers, config, dim)
+    if config.type == "proportional":
+        frequencies = 1.0 / powers / config.factor
+        frequencies[int(config.proportion * dim // 2) :] = 0.0
+        return frequencies
     assert config.type == "default", config.type
     return 1.0 / powers
 
@@ -104,25 +111,28 @@ class LayerOps(Protocol):
         residual: torch.Tensor,
         first: torch.Tensor,
         second: torch.Tensor,
-        eps: float,
+        first_eps: float,
+        second_eps: float,
+        scale: float | None = None,
     ) -> torch.Tensor:
-        """residual [T, size] += x normalised by weight `first`, in place; returns the rows of that
-        normalised by weight `second`, [T, size]."""
+        """residual [T, size] += x normalised by weight `first`, then *= scale if there is one, in
+        place; returns the rows of that normalised by weight `second`, [T, size]."""
 
     def rotate_and_store(
         self,
-        qkv: torch.Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
+        qkv: torch.Tensor,  # [T, n * head_dim]: q, k and v, or q and k, or q alone
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         rotation: Rotation,
         slot_mapping: torch.Tensor,  # [T] int64
         *,
         num_heads: int,
-        norm_weight: torch.Tensor | None,  # [num_heads + num_kv_heads, head_dim]
+        norm_weight: torch.Tensor | None,  # [heads of q and k, or of all three, head_dim]
         eps: float,
         q: torch.Tensor | None = None,  # [T, num_heads, head_dim], contiguous
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
-        """Normalises (given a weight) and rotates q and k, writes k and v, and returns q, in the
-        memory given for it if any is."""
+        """Normalises (the heads that have a weight) and rotates q and k, writes k and v, and
+        returns q, in the memory given for it if any is. Without v, the values are the keys as they
+        were given; without k and v, nothing is written."""
 
     def store(
         self,
@@ -136,6 +146,14 @@ class LayerOps(Protocol):
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up, from the two side by side: [T, 2 * size] -> [T, size]."""
 
+    def activated_product(
+        self, gate: torch.Tensor, up: torch.Tensor, activation: str
+    ) -> torch.Tensor:
+        """act(gate) * up, [T, size] each."""
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x * sigmoid(gate), [T, size] each, in the memory of the gate."""
+
     def experts(
         self,
         x: torch.Tensor,  # [T, hidden]
@@ -146,9 +164,23 @@ class LayerOps(Protocol):
         top_k: int,
         renormalize: bool,
         activation: str,
+        gate_up_bias: torch.Tensor | None = None,  # [num_experts, 2 * inner]
+        down_bias: torch.Tensor | None = None,  # [num_experts, hidden]
+        clamp: GluClamp | None = None,
+        expert_scale: torch.Tensor | None = None,  # [num_experts] float32
     ) -> torch.Tensor:  # [T, hidden]
         """Each token through its top_k experts, their outputs weighted and added up. Weights are
-        the router's softmax over all experts, scaled to add up to one if `renormalize`."""
+        the router's softmax over all experts, scaled to add up to one if `renormalize`, and then
+        by the expert's own factor. With a clamp, that is the activation."""
+
+
+class ExpertMatrices(Protocol):
+    """A matrix for each expert."""
+
+    def __len__(self) -> int: ...
+
+    def product(self, expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, columns] -> [M, rows]"""
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -192,7 +224,7 @@ class TorchOps:
         angles = positions[:, None].float() * frequencies  # [T, rotary_dim / 2]
         cos, sin = angles.cos(), angles.sin()
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        if scale != 1.0:
+        if scale is not None:
             cos, sin = cos * scale, sin * scale
         return Rotation(cos[:, None], sin[:, None])
 
@@ -210,9 +242,14 @@ class TorchOps:
         residual: torch.Tensor,
         first: torch.Tensor,
         second: torch.Tensor,
-        eps: float,
+        first_eps: float,
+        second_eps: float,
+        scale: float | None = None,
     ) -> torch.Tensor:
-        return _rms_norm(residual.add_(_rms_norm(x, first, eps)), second, eps)
+        residual.add_(_rms_norm(x, first, first_eps))
+        if scale is not None:
+            residual.mul_(scale)
+        return _rms_norm(residual, second, second_eps)
 
     def rotate_and_store(
         self,
@@ -227,12 +264,17 @@ class TorchOps:
         q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_kv_heads, head_dim = kv_cache.shape[3:]
-        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        heads = qkv.view(-1, qkv.shape[1] // head_dim, head_dim)
+        qk = heads[:, : num_heads + num_kv_heads]
+        v = heads[:, num_heads:][:, -num_kv_heads:]  # the keys, where there are no others
         if norm_weight is not None:
-            qk = _rms_norm(qk, norm_weight, eps)
+            num_qk = qk.shape[1]
+            qk = _rms_norm(qk, norm_weight[:num_qk], eps)
+            if len(norm_weight) > num_qk:
+                v = _rms_norm(v, norm_weight[num_qk:], eps)
         qk = rotate(qk, rotation)
-        self.store(qk[:, num_heads:], v, kv_cache, slot_mapping)
+        if v.shape[1]:
+            self.store(qk[:, num_heads:], v, kv_cache, slot_mapping)
         return qk[:, :num_heads] if q is None else q.copy_(qk[:, :num_heads])
 
     def store(
@@ -255,35 +297,60 @@ class TorchOps:
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        return self.activated_product(gate, up, activation)
+
+    def activated_product(
+        self, gate: torch.Tensor, up: torch.Tensor, activation: str
+    ) -> torch.Tensor:
         return _ACTIVATIONS[activation](gate).mul_(up)
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gate.sigmoid_().mul_(x)
 
     def experts(
         self,
         x: torch.Tensor,
         router_logits: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: torch.Tensor | ExpertMatrices,
+        down: torch.Tensor | ExpertMatrices,
         *,
         top_k: int,
         renormalize: bool,
         activation: str,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        clamp: GluClamp | None = None,
+        expert_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        ids, weights = route(router_logits, top_k, renormalize=renormalize)
+        ids, weights = route(router_logits, top_k, renormalize=renormalize, scale=expert_scale)
 
         def activate(pair: torch.Tensor) -> torch.Tensor:
+            if clamp is not None:
+                return clamped_glu(pair, clamp)
             return self.gated_activation(pair, activation)
 
-        return run_experts(x, ids, weights, gate_up, down, activate)
+        biases = gate_up_bias, down_bias
+        return run_experts(x, ids, weights, gate_up, down, activate, biases)
+
+
+def clamped_glu(gate_up: torch.Tensor, clamp: GluClamp) -> torch.Tensor:
+    """The activation that `GluClamp` describes: [T, 2 * size] -> [T, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
 
 
 def route(
-    logits: torch.Tensor, top_k: int, *, renormalize: bool
+    logits: torch.Tensor, top_k: int, *, renormalize: bool, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, num_experts] -> each token's experts, int64, and their weights, float32, [T, k]:
-    the softmax over all experts, scaled to add up to one if `renormalize`."""
+    the softmax over all experts, scaled to add up to one if `renormalize`, and then by the factors
+    `scale` [num_experts]."""
     weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if scale is not None:
+        weights = weights * scale[ids]
     return ids, weights
 
 
@@ -291,9 +358,10 @@ def run_experts(
     x: torch.Tensor,  # [T, hidden]
     ids: torch.Tensor,  # [T, k]
     weights: torch.Tensor,  # [T, k] float32
-    gate_up: torch.Tensor,  # [num_experts, 2 * inner, hidden]
-    down: torch.Tensor,  # [num_experts, hidden, inner]
+    gate_up: torch.Tensor | ExpertMatrices,  # [num_experts, 2 * inner, hidden]
+    down: torch.Tensor | ExpertMatrices,  # [num_experts, hidden, inner]
     activate: Callable[[torch.Tensor], torch.Tensor],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, [T, hidden], added up in float32.
 
@@ -306,7 +374,16 @@ def run_experts(
     for expert, (start, end) in enumerate(pairwise([0, *ends])):
         if start < end:
             rows = pairs[start:end]
-            activated = activate(F.linear(x[rows // top_k], gate_up[expert]))
-            outputs[rows] = F.linear(activated, down[expert])
+            first, second = (None if bias is None else bias[expert] for bias in biases)
+            activated = activate(_product(gate_up, expert, x[rows // top_k], first))
+            outputs[rows] = _product(down, expert, activated, second)
     weighted = outputs.view(*ids.shape, x.shape[1]).float() * weights[..., None]
     return weighted.sum(dim=1).to(x.dtype)
+
+
+def _product(
+    matrices: torch.Tensor | ExpertMatrices, expert: int, x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    if isinstance(matrices, torch.Tensor):
+        return F.linear(x, matrices[expert], bias)
+    return matrices.product(expert, x, bias)

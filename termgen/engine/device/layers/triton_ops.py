@@ -21,7 +21,11 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (
 )
 from termgen.engine.device.kernels.gemm.small_gemm_table import MEASURED
 from termgen.engine.device.kernels.moe.experts import experts
-from termgen.engine.device.kernels.rows.gated_activation import gated_activation
+from termgen.engine.device.kernels.rows.gated_activation import (
+    activated_product,
+    gated_activation,
+    sigmoid_gate,
+)
 from termgen.engine.device.kernels.rows.qk_rope_kv import qk_rope_kv, rotation, store_kv
 from termgen.engine.device.kernels.rows.rmsnorm import add_rmsnorm, norm_add_norm, rmsnorm
 from termgen.engine.device.layers.linear import FloatLinear, LinearSpec
@@ -42,6 +46,8 @@ class TritonOps:
     add_rms_norm = staticmethod(add_rmsnorm)
     norm_add_norm = staticmethod(norm_add_norm)
     gated_activation = staticmethod(gated_activation)
+    activated_product = staticmethod(activated_product)
+    sigmoid_gate = staticmethod(sigmoid_gate)
     experts = staticmethod(experts)
     store = staticmethod(store_kv)
 
@@ -93,7 +99,9 @@ class SmallBatchLinears:
         self._num_tiles = 0
         self._workspace: SmallGemmWorkspace | None = None
 
-    def __call__(self, spec: LinearSpec) -> SmallBatchLinear:
+    def __call__(self, spec: LinearSpec) -> FloatLinear:
+        if not spec.is_multiplied:
+            return FloatLinear(spec)
         configs = {}
         for num_rows in range(1, MAX_ROWS + 1):
             config = self._choose(num_rows, spec)

@@ -8,10 +8,12 @@ quantizing happen while a tensor is read and no second copy of the model ever ex
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+
+from termgen.engine.device.layers.stored_rows import StoredRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,10 @@ class WeightSlot:
     """Takes the whole tensor, of `shape` and any floating type, on any device."""
     load_rows: Callable[[torch.Tensor, int], None] | None = None
     """Takes some whole rows and the number of the first; None where all have to come at once."""
+    kinds: frozenset[str] = frozenset()
+    """Kinds of stored blocks that `load_stored` takes in the place of numbers."""
+    load_stored: Callable[[StoredRows, int], None] | None = None
+    """Takes some whole rows as a file has them, and the number of the first."""
     offset: float = 0.0
     """Added by `load`: this family's values lie around zero, those of others around this."""
     pieces: tuple[WeightSlot, ...] = ()
@@ -39,6 +45,15 @@ def parameter_slot(
         parameter.copy_(tensor)
 
     return WeightSlot(name, tuple(parameter.shape), role, load)
+
+
+def rows_slot(name: str, matrix: torch.Tensor, *pieces: WeightSlot) -> WeightSlot:
+    """A slot that is one whole parameter and takes some rows of it at a time, too."""
+
+    def load_rows(rows: torch.Tensor, first: int) -> None:
+        matrix[first : first + len(rows)].copy_(rows)
+
+    return replace(parameter_slot(name, matrix, "matrix"), load_rows=load_rows, pieces=pieces)
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from termgen.engine.device.config.layer_differences import LayerDifferences
 from termgen.engine.device.loader.gguf_config import generation_config, hf_config
 from termgen.engine.gguf.gguf_file import GGUFFile
 from termgen.errors import ConfigError, CorruptFileError, ModelError, ModelNotFoundError
@@ -20,10 +21,11 @@ from termgen.errors import ConfigError, CorruptFileError, ModelError, ModelNotFo
 if TYPE_CHECKING:
     import torch
 
-    from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.config.model_config import ModelConfig
 
 MAX_CONFIG_BYTES = 1 << 24
 MAX_INDEX_BYTES = 1 << 26
+MODELOPT_CONFIG = "hf_quant_config.json"
 
 # What of generation_config.json is passed on, besides the token ids: sampling, as plain numbers.
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -97,18 +99,34 @@ def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], sour
     """
     hidden = config.hidden_size
     expected: dict[str, tuple[int, ...]] = {"model.embed_tokens": (config.vocab_size, hidden)}
-    for layer in {0, config.num_layers - 1}:
-        prefix = f"model.layers.{layer}"
-        expected[f"{prefix}.self_attn.q_proj"] = (config.num_heads * config.head_dim, hidden)
-        expected[f"{prefix}.self_attn.k_proj"] = (config.num_kv_heads * config.head_dim, hidden)
-        moe = config.of_layer(layer).moe
-        if moe is None:
-            expected[f"{prefix}.mlp.up_proj"] = (config.intermediate_size, hidden)
-        elif (stacked := f"{prefix}.mlp.experts.gate_up_proj") in shapes:
-            expected[stacked] = (moe.num_experts, 2 * moe.intermediate_size, hidden)
+    linear, layers = config.linear, {0, config.num_layers - 1}
+    if linear is not None:  # one of each kind
+        layers |= {linear.layers[0], min(set(range(config.num_layers)).difference(linear.layers))}
+    if config.differences != LayerDifferences():
+        layers = set(range(config.num_layers))
+    if (inputs := config.per_layer_inputs) is not None:
+        size = config.num_layers * inputs.size
+        expected["model.embed_tokens_per_layer"] = (inputs.vocab_size, size)
+    if (streams := config.streams) is not None:
+        expected[f"model.altup_projections.{streams.num - 2}"] = (hidden, hidden)
+        expected["model.layers.0.laurel.linear_left"] = (streams.laurel_rank, hidden)
+    for layer in sorted(layers):
+        prefix, own = f"model.layers.{layer}", config.of_layer(layer)
+        if linear is not None and layer in linear.layers:
+            delta = f"{prefix}.linear_attn"
+            channels, v_size = linear.num_channels, linear.num_v_heads * linear.v_dim
+            if linear.is_by_k_head:
+                expected[f"{delta}.in_proj_qkvz"] = (channels + v_size, hidden)
+            else:
+                expected[f"{delta}.in_proj_qkv"] = (channels, hidden)
+                expected[f"{delta}.in_proj_z"] = (v_size, hidden)
         else:
-            last = f"{prefix}.{moe.names.block}.experts.{moe.num_experts - 1}"
-            expected[f"{last}.{moe.names.up}"] = (moe.intermediate_size, hidden)
+            q_size = own.num_heads * own.head_dim * (2 if config.has_output_gate else 1)
+            expected[f"{prefix}.self_attn.q_proj"] = (q_size, hidden)
+            if own.num_kv_heads:
+                kv_size = own.num_kv_heads * own.head_dim
+                expected[f"{prefix}.self_attn.k_proj"] = (kv_size, hidden)
+        expected |= _mlp_sizes(own, prefix, shapes, source)
     for stem, shape in expected.items():
         name = stem if stem.endswith("gate_up_proj") else f"{stem}.weight"
         if name not in shapes:
@@ -120,8 +138,43 @@ def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], sour
             )
 
 
+def _mlp_sizes(
+    config: ModelConfig, prefix: str, shapes: Mapping[str, tuple[int, ...]], source: Path
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that imply the sizes of a layer's MLP and experts. config: of that layer."""
+    expected: dict[str, tuple[int, ...]] = {}
+    moe, hidden = config.moe, config.hidden_size
+    if moe is None or moe.is_beside_mlp:
+        expected[f"{prefix}.mlp.up_proj"] = (config.intermediate_size, hidden)
+    if moe is None:
+        return expected
+    if moe.shared_intermediate_size is not None:
+        shared = f"{prefix}.mlp.shared_expert.up_proj"
+        expected[shared] = (moe.shared_intermediate_size, hidden)
+    sizes = (2 * moe.intermediate_size, hidden)
+    block = prefix if moe.is_beside_mlp else f"{prefix}.mlp"
+    stacked = f"{block}.experts.gate_up_proj"
+    if stacked in shapes or moe.is_beside_mlp:
+        expected[stacked] = (moe.num_experts, *(sizes[::-1] if moe.is_transposed else sizes))
+    elif moe.is_transposed:
+        raise CorruptFileError(f"{source}: the tensor {stacked} is missing")
+    else:
+        last = f"{prefix}.{moe.names.block}.experts.{moe.num_experts - 1}"
+        expected[f"{last}.{moe.names.up}"] = (moe.intermediate_size, hidden)
+    return expected
+
+
 def read_config(source: Path) -> dict[str, Any]:
-    return read_json(source, limit=MAX_CONFIG_BYTES)
+    """A config.json, with what ModelOpt's older exports say of quantised weights in a file beside
+    it."""
+    config = read_json(source, limit=MAX_CONFIG_BYTES)
+    beside = source.with_name(MODELOPT_CONFIG)
+    if config.get("quantization_config") is None and beside.is_file():
+        settings = read_json(beside, limit=MAX_CONFIG_BYTES).get("quantization")
+        if not isinstance(settings, dict):
+            raise CorruptFileError(f"{beside}: quantization must be a dictionary")
+        config["quantization_config"] = {"quant_method": "modelopt", **settings}
+    return config
 
 
 def load_generation_config(path: Path | str) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """A GGUF file as a checkpoint: Hugging Face names, values dequantised one tensor at a time.
 
-Opened through `open_checkpoint`. Reading a tensor undoes what conversion to GGUF did to it: its
-blocks are expanded to float32, the rows of q and k of a `llama` model go back to the order in which
-a head's rotary pairs are half a head apart, and the norms of a `gemma3` model are distances from
-one again.
+Opened through `open_checkpoint`. Reading a tensor expands its blocks to float32 and undoes what
+conversion to GGUF did to it, which `gguf_tensors` knows.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,16 @@ import numpy.typing as npt
 import torch
 
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.loader.checkpoint import check_sizes, parse_config
-from termgen.engine.device.loader.gguf_config import ROPE_FACTORS, hf_config
+from termgen.engine.device.loader.gguf_config import hf_config
+from termgen.engine.device.loader.gguf_keys import ROPE_FACTORS, GGUFKeys
+from termgen.engine.device.loader.gguf_tensors import (
+    Recipe,
+    layer_recipes,
+    made_up_parts,
+    top_recipes,
+)
 from termgen.engine.device.quantization.gguf_blocks import (
     CHUNK_ELEMENTS,
     check_supported,
@@ -28,32 +35,16 @@ from termgen.engine.device.quantization.gguf_blocks import (
 from termgen.engine.gguf.gguf_file import GGUFFile, GGUFTensor
 from termgen.errors import CorruptFileError, UnsupportedModelError
 
-_TOP_LEVEL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_IN_GEMMA3_LAYER = {
-    **_IN_LAYER,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
-_TOP_NAME = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
+_IN_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([\w.]+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The tensors of the file that one of the checkpoint is made of."""
+
+    recipe: Recipe
+    stored: tuple[GGUFTensor, ...]
+    shape: tuple[int, ...]
 
 
 class GGUFCheckpoint:
@@ -62,16 +53,9 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile.open(path)
         try:
-            raw = hf_config(self._file)
-            self.config: ModelConfig = parse_config(raw, path)
-            # What conversion did to the values depends on the architecture alone.
-            architecture = self._file.metadata["general.architecture"]
-            self._permuted = architecture == "llama"
-            self._norms_plus_one = architecture == "gemma3"
-            self._in_layer = _IN_GEMMA3_LAYER if self._norms_plus_one else _IN_LAYER
-            self._names = self._hf_names()
-            stored = self._file.tensors
-            shapes = {name: stored[inside].shape for name, inside in self._names.items()}
+            self.config: ModelConfig = parse_config(hf_config(self._file), path)
+            self._sources = self._all_sources()
+            shapes = {name: source.shape for name, source in self._sources.items()}
             check_sizes(self.config, shapes, path)
         except BaseException:
             self._file.close()
@@ -79,34 +63,69 @@ class GGUFCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        return sum(self._file.tensors[name].nbytes for name in self._names.values())
+        stored = {t.name: t.nbytes for source in self._sources.values() for t in source.stored}
+        return sum(stored.values())
 
     def names(self) -> Sequence[str]:
-        return list(self._names)
+        return list(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[self._names[name]].shape
+        return self._sources[name].shape
 
     def tensor(self, name: str) -> torch.Tensor:
-        stored = self._file.tensors[self._names[name]]
-        values = self._values(stored, stored.data, stored.shape)
-        if num_heads := self._heads_of(stored):
-            return self._unpermute(values, num_heads, stored.name)
-        if self._norms_plus_one and stored.name.endswith("norm.weight"):
-            return values.sub_(1.0)
-        return values
+        source = self._sources[name]
+        return self._made(
+            source, [self._values(stored, stored.data, stored.shape) for stored in source.stored]
+        )
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
-        stored = self._file.tensors[self._names[name]]
-        if len(stored.shape) != 2 or self._heads_of(stored):
+        source = self._sources[name]
+        num_rows, *of_row = source.stored[0].shape
+        if not source.recipe.by_rows or not of_row:
             yield self.tensor(name)
             return
-        num_rows, row_size = stored.shape
-        rows = stored.data.reshape(num_rows, -1)
-        step = max(1, CHUNK_ELEMENTS // row_size)
+        rows = [stored.data.reshape(num_rows, -1) for stored in source.stored]
+        shapes = [stored.shape[1:] for stored in source.stored]
+        step = max(1, CHUNK_ELEMENTS // math.prod(of_row))
         for first in range(0, num_rows, step):
-            part = rows[first : first + step]
-            yield self._values(stored, part, (len(part), row_size))
+            parts = [raw[first : first + step] for raw in rows]
+            values = [
+                self._values(stored, part, (len(part), *shape))
+                for stored, part, shape in zip(source.stored, parts, shapes, strict=True)
+            ]
+            yield self._made(source, values)
+
+    def kind(self, name: str) -> str | None:
+        source = self._sources[name]
+        kinds = {stored.type.name for stored in source.stored}
+        is_kept = source.recipe.change is None or source.recipe.moves_rows
+        has_rows = len(source.shape) in (2, 3) and is_kept and len(kinds) == 1
+        return kinds.pop() if has_rows else None
+
+    def stored(self, name: str) -> Iterator[StoredRows]:
+        source = self._sources[name]
+        block_bytes = source.stored[0].type.block_bytes
+        rows = [
+            stored.data.reshape(*stored.shape[:-1], -1, block_bytes) for stored in source.stored
+        ]
+        kind = source.stored[0].type.name
+        if len(source.shape) == 3:
+            for expert in range(source.shape[0]):
+                parts = [torch.from_numpy(raw[expert : expert + 1].copy()) for raw in rows]
+                made = parts[0] if source.recipe.change is None else source.recipe.change(*parts)
+                yield StoredRows(kind, made[0])
+            return
+        if source.recipe.change is not None:
+            made = source.recipe.change(*(torch.from_numpy(raw.copy()) for raw in rows))
+            yield StoredRows(kind, made)
+            return
+        (raw,) = rows
+        step = max(1, CHUNK_ELEMENTS // source.shape[1])
+        for first in range(0, len(raw), step):
+            yield StoredRows(kind, torch.from_numpy(raw[first : first + step].copy()))
+
+    def close(self) -> None:
+        self._file.close()
 
     def _values(
         self, stored: GGUFTensor, raw: npt.NDArray[np.uint8], shape: tuple[int, ...]
@@ -120,51 +139,68 @@ class GGUFCheckpoint:
             )
         return values
 
-    def _heads_of(self, stored: GGUFTensor) -> int:
-        """The heads whose rows conversion put in another order; 0 if it did not."""
-        if self._permuted and ".attn_q." in stored.name:
-            return self.config.num_heads
-        if self._permuted and ".attn_k." in stored.name:
-            return self.config.num_kv_heads
-        return 0
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _unpermute(self, rows: torch.Tensor, num_heads: int, name: str) -> torch.Tensor:
-        # [num_heads * head_dim, ...]: pairs (0, 1), (2, 3), ... of a head become (i, i + half).
-        half = self.config.head_dim // 2
-        if rows.shape[0] != num_heads * 2 * half:
+    def _made(self, source: _Source, values: list[torch.Tensor]) -> torch.Tensor:
+        recipe = source.recipe
+        made = values[0] if recipe.change is None else recipe.change(*values)
+        if recipe.must_be and not bool(made.isfinite().all()):
             raise CorruptFileError(
-                f"{self._file.path}: tensor {name!r} has {rows.shape[0]} rows, which is not "
-                f"{num_heads} heads of {2 * half}"
+                f"{self._file.path}: tensor {source.stored[0].name!r} has values that are not"
+                f" {recipe.must_be}"
             )
-        paired = rows.view(num_heads, half, 2, *rows.shape[1:])
-        return paired.transpose(1, 2).reshape(rows.shape)
+        return made
 
-    def _hf_names(self) -> dict[str, str]:
-        """Hugging Face name -> name in the file, in file order; every tensor is accounted for."""
-        names = {}
+    def _all_sources(self) -> dict[str, _Source]:
+        """Hugging Face name -> what it is made of, in file order; every tensor is accounted for."""
+        keys = GGUFKeys(self._file)
+        of_model = top_recipes(keys.architecture, self.config)
+        of_layer = layer_recipes(keys.architecture, self.config)
+        ignored, num_blocks = made_up_parts(keys.architecture), keys.num_blocks()
+        sources: dict[str, _Source] = {}
         for stored in self._file.tensors.values():
             if stored.name == ROPE_FACTORS or ".rot_embd." in stored.name:
                 continue  # rotary tables: the configuration says the same
-            name = self._hf_name(stored.name)
-            if name is None:
+            recipes, layer = of_model.get(stored.name, ()), ""
+            if match := _IN_BLOCK.fullmatch(stored.name):
+                layer, part = match.groups()
+                if part in ignored or self.config.num_layers <= int(layer) < num_blocks:
+                    continue  # what conversion made up, and a draft head
+                recipe = of_layer.get(part) if int(layer) < num_blocks else None
+                recipes = () if recipe is None else (recipe,)
+            if not recipes:
                 raise UnsupportedModelError(
                     f"{self._file.path}: the tensor {stored.name!r} belongs to no supported "
                     f"part of a {self.config.architecture} model"
                 )
             check_supported(stored.type, stored.name, where=f"{self._file.path}: ")
-            names[name] = stored.name
-        return names
+            for recipe in recipes:
+                name = f"model.layers.{layer}.{recipe.name}" if layer else recipe.name
+                source = sources.get(name)
+                if source is None:
+                    sources[name] = self._source(recipe, f"blk.{layer}." if layer else "", stored)
+                elif source.recipe is not recipe:
+                    raise CorruptFileError(
+                        f"{self._file.path} has {source.stored[0].name} and {stored.name} for one"
+                        " tensor"
+                    )
+        return sources
 
-    def _hf_name(self, name: str) -> str | None:
-        if match := _LAYER_NAME.fullmatch(name):
-            layer, part, suffix = match.groups()
-            if part in self._in_layer and int(layer) < self.config.num_layers:
-                return f"model.layers.{layer}.{self._in_layer[part]}.{suffix}"
-        elif match := _TOP_NAME.fullmatch(name):
-            part, suffix = match.groups()
-            if part in _TOP_LEVEL:
-                return f"{_TOP_LEVEL[part]}.{suffix}"
-        return None
+    def _source(self, recipe: Recipe, prefix: str, present: GGUFTensor) -> _Source:
+        """prefix: the block of the tensors, one of which is present."""
+        names = [prefix + name for name in recipe.stored]
+        for name in names:
+            if name not in self._file.tensors:
+                raise CorruptFileError(
+                    f"{self._file.path}: the tensor {name} is missing, which belongs to"
+                    f" {present.name}"
+                )
+        stored = tuple(self._file.tensors[name] for name in names)
+        if recipe.change is None:
+            return _Source(recipe, stored, present.shape)
+        try:
+            made = recipe.change(*(torch.empty(t.shape, device="meta") for t in stored))
+        except (RuntimeError, IndexError):
+            sizes = " and ".join(f"{t.name} {list(t.shape)}" for t in stored)
+            raise CorruptFileError(
+                f"{self._file.path}: {sizes}: not the sizes that the metadata asks for"
+            ) from None
+        return _Source(recipe, stored, tuple(made.shape))

@@ -8,30 +8,43 @@ feature that cannot be expressed is refused by name rather than dropped.
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from termgen.engine.device.loader.gguf_families import (
+    DELTA_NETS,
+    EXPERTS,
+    gpt_oss,
+    num_draft_layers,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
+from termgen.engine.device.loader.gguf_gemma import gemma3n, gemma4, gemma4_heads
+from termgen.engine.device.loader.gguf_keys import ARCHITECTURES, ROPE_FACTORS, GGUFKeys
 from termgen.engine.gguf.gguf_file import GGUFFile
-from termgen.errors import CorruptFileError, UnsupportedModelError
 
-# architecture -> (Hugging Face class, model_type)
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
-}
-ROPE_FACTORS = "rope_freqs.weight"
-MAX_SIZE = 1 << 31
-MAX_LAYERS = 1024
+ENDS = {"muse-glimmer": ("eos", "eot"), "gpt-oss": ("eos",)}
+"""Tokens that end an answer of architectures whose answers have several messages, the end of one of
+which does not end the answer."""
+_ALL_ENDS = ("eos", "eot", "eom")
 
 # GGUF stores Llama 3's rope scaling as one factor per frequency. All Llama 3.x models share these.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 # Constants of Gemma 3 for which most of its files have no key: what llama.cpp takes them to be.
 _GEMMA3_THETA, _GEMMA3_WINDOW_THETA, _GEMMA3_PATTERN = 1e6, 1e4, 6
 _GEMMA3_27B_LAYERS = 62
+# The same of Gemma 2. Its window is 4096 where no key says another, and its caps are these.
+_GEMMA2_WINDOW, _GEMMA2_SCORES_CAP, _GEMMA2_LOGITS_CAP = 4096, 50.0, 30.0
+_GEMMA2_27B_LAYERS = 46
+# The same of Muse Glimmer; the epsilon of its post norms has no key at all.
+_MUSE_PATTERN, _MUSE_LOGITS_CAP, _MUSE_POST_NORM_EPS = 4, 30.0, 1e-8
+_MUSE_OUTSIDE = ("architectures", "model_type", "tie_word_embeddings", "torch_dtype")
+"""Keys of its config.json that are not in text_config."""
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Keys of other architectures' arithmetic, and the values with which they change nothing. A file of
 # a supported architecture that has one means another model than termgen would compute.
@@ -46,14 +59,48 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.temperature_scale": (0.0,),
     "attn_logit_softcapping": (0.0,),
     "embedding_scale": (0.0, 1.0),
+    # 1 is a softmax over all experts, 3 one over those chosen: the same where the weights of those
+    # chosen are scaled to add up to one, as they are in all supported architectures.
+    "expert_gating_func": (0, 1, 3),
+    "expert_group_count": (0, 1),
+    "expert_group_scale": (0.0, 1.0),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+    "experts_per_group": (0,),
     "final_logit_softcapping": (0.0,),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
     "logit_scale": (0.0, 1.0),
+    "moe_every_n_layers": (0, 1),
+    "nextn_predict_layers": (0,),
     "residual_scale": (0.0, 1.0),
     "rope.dimension_sections": (),
     "rope.scaling.alpha": (0.0,),
+    "ssm.dt_b_c_rms": (False,),
     "swiglu_clamp_exp": (),
     "use_parallel_residual": (False,),
 }
+_SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_DELTA_NET_KEYS = ("nextn_predict_layers", "rope.dimension_sections")
+_READ = {
+    "gemma2": _SOFT_CAPS,
+    "gemma3n": (
+        "activation_sparsity_scale",
+        "attention.shared_kv_layers",
+        "final_logit_softcapping",
+    ),
+    "gemma4": ("attention.shared_kv_layers", "final_logit_softcapping"),
+    "muse-glimmer": ("final_logit_softcapping", "logit_scale"),
+    **dict.fromkeys(DELTA_NETS, _DELTA_NET_KEYS),
+    **dict.fromkeys(("qwen35moe", "qwen3next"), (*_DELTA_NET_KEYS, "expert_shared_count")),
+}
+"""Keys among them that belong to a supported architecture after all."""
+_OWN_SIZES = frozenset({"qwen35moe", "qwen3next", "gpt-oss", "gemma3n", "gemma4"})
+"""Architectures whose MLP, if they have any, is not of the one size in `feed_forward_length`."""
+_UNSCALED = frozenset({"gemma3n", "gemma4"})
+"""Architectures whose scores of attention have no factor."""
 _HEAD_SIZES = (
     "attention.value_length",
     "attention.key_length_swa",
@@ -72,29 +119,25 @@ _SAMPLING = {
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:
     """The dictionary of a config.json."""
-    keys = _Keys(file)
+    keys = GGUFKeys(file)
     _check_whole(keys)
     architecture = keys.architecture
     class_name, model_type = ARCHITECTURES[architecture]
     hidden_size = keys.size("embedding_length")
-    num_heads = keys.size("attention.head_count")
-    head_dim = keys.size("attention.key_length", default=max(hidden_size // num_heads, 1))
-    for key in _HEAD_SIZES:
-        if (value := keys.size(key, default=head_dim)) != head_dim:
-            keys.refuse(f"{architecture}.{key} {value} differs from the head size {head_dim}")
-    if keys.get(f"{architecture}.expert_count", 0):
-        keys.refuse("mixture-of-experts models are read from safetensors, not from GGUF")
+    heads = gemma4_heads(keys) if architecture == "gemma4" else _heads(keys, hidden_size)
+    if architecture not in EXPERTS and keys.get(f"{architecture}.expert_count", 0):
+        keys.refuse(f"{architecture} models with experts are read from safetensors, not from GGUF")
     _check_arithmetic(keys)
-    config: dict[str, Any] = {
+    config: dict[str, Any] = {}
+    if architecture not in _OWN_SIZES:
+        config["intermediate_size"] = keys.size("feed_forward_length")
+    config |= {
         "architectures": [class_name],
         "model_type": model_type,
         "vocab_size": _vocab_size(keys, hidden_size),
         "hidden_size": hidden_size,
-        "intermediate_size": keys.size("feed_forward_length"),
-        "num_hidden_layers": keys.size("block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.size("attention.head_count_kv", default=num_heads),
-        "head_dim": head_dim,
+        "num_hidden_layers": keys.num_blocks() - num_draft_layers(keys),
+        **heads,
         "max_position_embeddings": keys.size("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
@@ -102,23 +145,32 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": keys.number("rope.freq_base", default=10000.0),
         "torch_dtype": _dtype(file),
     }
-    config.update(_biases(keys))
-    config.update(_gemma3(keys, config) if architecture == "gemma3" else _sliding_window(keys))
-    _check_attention_scale(keys, config.get("query_pre_attn_scalar", head_dim))
-    if (scaling := _rope_scaling(keys, config)) is not None:
+    config.update(_biases(keys, config["num_hidden_layers"]))
+    special = _FAMILIES.get(architecture)
+    config.update(special(keys, config) if special is not None else _sliding_window(keys))
+    scalar = 1 if architecture in _UNSCALED else config["head_dim"]
+    _check_attention_scale(keys, config.get("query_pre_attn_scalar", scalar))
+    scaling = None if architecture == "gemma4" else _rope_scaling(keys, config)
+    if architecture == "gpt-oss":  # where config.json has nothing, the family's own scaling counts
+        scaling = {"truncate": False, **(scaling or {"rope_type": "default"})}
+    if scaling is not None:
         # For Gemma 3 this is read as the scaling of layers without a window alone.
         config["rope_scaling"] = scaling
     for name in ("bos", "eos"):
         if (token := keys.token(f"tokenizer.ggml.{name}_token_id")) is not None:
             config[f"{name}_token_id"] = token
+    if architecture == "muse-glimmer":
+        outside = {key: config.pop(key) for key in _MUSE_OUTSIDE}
+        return {**outside, "text_config": config}
     return config
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
     """The dictionary of a generation_config.json: end tokens and recommended sampling."""
-    keys = _Keys(file)
+    keys = GGUFKeys(file)
     settings: dict[str, Any] = {}
-    ends = [keys.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    names = ENDS.get(keys.architecture, _ALL_ENDS)
+    ends = [keys.token(f"tokenizer.ggml.{name}_token_id") for name in names]
     if eos := list(dict.fromkeys(token for token in ends if token is not None)):
         settings["eos_token_id"] = eos
     if (bos := keys.token("tokenizer.ggml.bos_token_id")) is not None:
@@ -132,76 +184,37 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     return settings
 
 
-class _Keys:
-    """Typed access to the metadata; a key without a dot prefix belongs to the architecture."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        self.file = file
-        self.architecture = ""
-        value = file.metadata.get("general.architecture")
-        if not isinstance(value, str):
-            self.corrupt("general.architecture is missing")
-        if value not in ARCHITECTURES:
-            self.refuse(
-                f"the architecture {value[:64]!r} is not supported from GGUF "
-                f"({', '.join(ARCHITECTURES)} are)"
-            )
-        self.architecture = value
-
-    def corrupt(self, reason: str) -> NoReturn:
-        raise CorruptFileError(f"{self.file.path}: {reason}")
-
-    def refuse(self, reason: str) -> NoReturn:
-        raise UnsupportedModelError(f"{self.file.path}: {reason}")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.file.metadata.get(key, default)
-
-    def size(self, key: str, *, default: int | None = None) -> int:
-        """A positive whole number; a list of one per layer is accepted when all are equal."""
-        full = f"{self.architecture}.{key}"
-        value = self.get(full, default)
-        if value is None:
-            self.corrupt(f"{full} is missing")
-        if isinstance(value, list) and value:
-            if any(item != value[0] for item in value):
-                self.refuse(f"{full} differs between layers")
-            value = value[0]
-        if type(value) is not int or not 0 < value < MAX_SIZE:
-            self.corrupt(f"{full} is {str(value)[:40]}, which is not a possible size")
-        return value
-
-    def number(self, key: str, *, default: float | None = None) -> float:
-        full = f"{self.architecture}.{key}"
-        value = self.get(full, default)
-        if value is None:
-            self.corrupt(f"{full} is missing")
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-            self.corrupt(f"{full} is {str(value)[:40]}, which is not a positive number")
-        return float(value)
-
-    def token(self, key: str) -> int | None:
-        value = self.get(key)
-        if value is not None and (type(value) is not int or not 0 <= value < MAX_SIZE):
-            self.corrupt(f"{key} is {str(value)[:40]}, which is not a token id")
-        return value
+def _heads(keys: GGUFKeys, hidden_size: int) -> dict[str, Any]:
+    num_heads = keys.size("attention.head_count")
+    head_dim = keys.size("attention.key_length", default=max(hidden_size // num_heads, 1))
+    for key in _HEAD_SIZES:
+        if keys.architecture in DELTA_NETS and key == "rope.dimension_count":
+            continue
+        if (value := keys.size(key, default=head_dim)) != head_dim:
+            keys.refuse(f"{keys.full(key)} {value} differs from the head size {head_dim}")
+    return {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": keys.size("attention.head_count_kv", default=num_heads),
+        "head_dim": head_dim,
+    }
 
 
-def _check_whole(keys: _Keys) -> None:
+def _check_whole(keys: GGUFKeys) -> None:
     parts = keys.get("split.count", 1)
     if parts not in (0, 1):
         keys.refuse(f"one of {parts} parts of a split model: join them (llama-gguf-split --merge)")
 
 
-def _check_arithmetic(keys: _Keys) -> None:
+def _check_arithmetic(keys: GGUFKeys) -> None:
     """Refuse keys that change what a model computes and that would be ignored."""
     for key, neutral in _NEUTRAL.items():
         value = keys.get(f"{keys.architecture}.{key}")
-        if value is not None and value not in neutral:
+        is_read = key in _READ.get(keys.architecture, ())
+        if value is not None and value not in neutral and not is_read:
             keys.refuse(f"{keys.architecture}.{key} {str(value)[:40]} is not supported")
 
 
-def _check_attention_scale(keys: _Keys, scalar: int) -> None:
+def _check_attention_scale(keys: GGUFKeys, scalar: int) -> None:
     """scalar: the model's scores are divided by its square root."""
     if not keys.get(f"{keys.architecture}.attention.scale", 0.0):  # 0 stands for the usual one
         return
@@ -212,7 +225,7 @@ def _check_attention_scale(keys: _Keys, scalar: int) -> None:
         )
 
 
-def _vocab_size(keys: _Keys, hidden_size: int) -> int:
+def _vocab_size(keys: GGUFKeys, hidden_size: int) -> int:
     embedding = keys.file.tensors.get("token_embd.weight")
     if embedding is None:
         keys.corrupt("the tensor token_embd.weight is missing")
@@ -231,11 +244,12 @@ def _dtype(file: GGUFFile) -> str:
     return _DTYPES.get(max(by_type, key=lambda name: by_type[name]), "bfloat16")
 
 
-def _biases(keys: _Keys) -> dict[str, bool]:
+def _biases(keys: GGUFKeys, layers: int) -> dict[str, bool]:
     """GGUF does not say which biases a model has: the tensors do."""
     tensors = keys.file.tensors
-    qkv = "blk.0.attn_q.bias" in tensors
-    output = "blk.0.attn_output.bias" in tensors
+    first = next((i for i in range(layers) if f"blk.{i}.attn_q.weight" in tensors), 0)
+    qkv = f"blk.{first}.attn_q.bias" in tensors
+    output = f"blk.{first}.attn_output.bias" in tensors
     mlp = "blk.0.ffn_up.bias" in tensors
     if keys.architecture == "qwen2":
         if output or mlp or not qkv:
@@ -243,14 +257,14 @@ def _biases(keys: _Keys) -> dict[str, bool]:
         return {}
     if qkv != output:
         keys.refuse(f"a {keys.architecture} model with biases on q, k, v or the output alone")
-    if keys.architecture in ("qwen3", "gemma3"):
+    if keys.architecture != "llama":
         if mlp:
             keys.refuse(f"a {keys.architecture} model with biases in the feed-forward network")
         return {"attention_bias": qkv}
     return {"attention_bias": qkv, "mlp_bias": mlp}
 
 
-def _sliding_window(keys: _Keys) -> dict[str, Any]:
+def _sliding_window(keys: GGUFKeys) -> dict[str, Any]:
     window = keys.get(f"{keys.architecture}.attention.sliding_window", 0)
     if not window:
         return {}
@@ -265,10 +279,23 @@ def _sliding_window(keys: _Keys) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
 
 
-def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma2(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any]:
+    # No key says by what scores are divided: the 27B model alone has another value than the others.
+    by_hidden_size = config["num_hidden_layers"] == _GEMMA2_27B_LAYERS
+    scalar = config["head_dim"]
+    if by_hidden_size:
+        scalar = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": keys.size("attention.sliding_window", default=_GEMMA2_WINDOW),
+        "attn_logit_softcapping": keys.number(_SOFT_CAPS[0], default=_GEMMA2_SCORES_CAP),
+        "final_logit_softcapping": keys.number(_SOFT_CAPS[1], default=_GEMMA2_LOGITS_CAP),
+    }
+
+
+def _gemma3(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any]:
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    if layers > MAX_LAYERS:
-        keys.corrupt(f"gemma3.block_count is {layers}, above {MAX_LAYERS}")
     # No key says by what scores are divided: the 27B model alone has another value than the others.
     by_hidden_size = layers == _GEMMA3_27B_LAYERS
     scalar = config["hidden_size"] // heads if by_hidden_size else config["head_dim"]
@@ -282,18 +309,44 @@ def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     if not keys.get("gemma3.attention.sliding_window", 0):
         return {**found, "layer_types": ["full_attention"] * layers}
     window = keys.size("attention.sliding_window")
-    full = "gemma3.attention.sliding_window_pattern"
-    pattern = keys.get(full)
-    if not isinstance(pattern, list):
-        every = keys.size("attention.sliding_window_pattern", default=_GEMMA3_PATTERN)
-        pattern = [bool((layer + 1) % every) for layer in range(layers)]
-    elif len(pattern) != layers or not all(isinstance(item, bool) for item in pattern):
-        keys.corrupt(f"{full} is not a list of {layers} truth values")
-    kinds = ["sliding_attention" if item else "full_attention" for item in pattern]
+    kinds = keys.window_layers(layers, _GEMMA3_PATTERN)
     return {**found, "sliding_window": window, "layer_types": kinds}
 
 
-def _rope_scaling(keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
+def _muse(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    theta = keys.number("rope.freq_base_swa", default=config["rope_theta"])
+    kinds = keys.window_layers(layers, _MUSE_PATTERN)
+    if _weight_of_norms(keys, "k", layers) != 1.0:
+        keys.refuse("the norms of k have weights, which this architecture's have not")
+    return {
+        "rope_theta": theta,
+        "sliding_window": keys.size("attention.sliding_window"),
+        "layer_types": kinds,
+        # Layers that see everything do not rotate.
+        "layer_rope_theta": [0 if kind == "full_attention" else theta for kind in kinds],
+        "final_logit_softcapping": keys.number(_SOFT_CAPS[1], default=_MUSE_LOGITS_CAP),
+        "output_multiplier": keys.number("logit_scale"),
+        "post_norm_eps": _MUSE_POST_NORM_EPS,
+        "qk_scale_factor": _weight_of_norms(keys, "q", layers),
+    }
+
+
+def _weight_of_norms(keys: GGUFKeys, part: str, layers: int) -> float:
+    """The one number in the norms of q or k, which conversion makes up to hold the factor of q."""
+    found: set[float] = set()
+    for layer in range(layers):
+        name = f"blk.{layer}.attn_{part}_norm.weight"
+        tensor = keys.file.tensors.get(name)
+        if tensor is None or tensor.type.name != "F32":
+            keys.corrupt(f"the tensor {name} is missing or not in F32")
+        found |= set(np.unique(tensor.data.view(np.float32)).tolist())
+    if len(found) != 1:
+        keys.refuse(f"the norms of {part} have weights, which this architecture's have not")
+    return found.pop()
+
+
+def _rope_scaling(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any] | None:
     prefix = f"{keys.architecture}.rope.scaling"
     kind = keys.get(f"{prefix}.type", "none")
     factors = keys.file.tensors.get(ROPE_FACTORS)
@@ -320,7 +373,7 @@ def _rope_scaling(keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
     return _llama3(keys, values, config["rope_theta"])
 
 
-def _yarn(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _yarn(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any]:
     factor = keys.number("rope.scaling.factor")
     scaling: dict[str, Any] = {
         "rope_type": "yarn",
@@ -355,7 +408,7 @@ def llama3_factors(head_dim: int, theta: float, factor: float) -> npt.NDArray[np
     return np.asarray(1.0 / ((1.0 - smooth) / factor + smooth))
 
 
-def _llama3(keys: _Keys, values: npt.NDArray[np.float32], theta: float) -> dict[str, Any]:
+def _llama3(keys: GGUFKeys, values: npt.NDArray[np.float32], theta: float) -> dict[str, Any]:
     """Recover the parameters from the factors they produced, and check that they produce them."""
     largest = float(values.max())
     factor = float(round(largest)) if math.isfinite(largest) else 0.0
@@ -370,3 +423,17 @@ def _llama3(keys: _Keys, values: npt.NDArray[np.float32], theta: float) -> dict[
             "original_max_position_embeddings": _LLAMA3_CONTEXT,
         }
     keys.refuse(f"the rope factors in {ROPE_FACTORS} are not Llama 3's")
+
+
+_FAMILIES: dict[str, Callable[[GGUFKeys, dict[str, Any]], dict[str, Any]]] = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gemma3n": gemma3n,
+    "gemma4": gemma4,
+    "muse-glimmer": _muse,
+    "qwen3moe": lambda keys, _: {**_sliding_window(keys), **qwen3_moe(keys)},
+    "qwen35": qwen3_5,
+    "qwen35moe": qwen3_5_moe,
+    "qwen3next": qwen3_next,
+    "gpt-oss": gpt_oss,
+}

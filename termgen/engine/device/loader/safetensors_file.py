@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from termgen.engine.device.config.config_reader import ConfigReader
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.config.stored_weights import (
+    KEYS,
+    MXFP4,
+    StoredWeights,
+    read_stored_weights,
+)
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.loader.checkpoint import (
     MAX_INDEX_BYTES,
     PICKLE_SUFFIXES,
@@ -25,6 +33,14 @@ from termgen.engine.device.loader.checkpoint import (
     read_config,
     read_json,
 )
+from termgen.engine.device.loader.quantized_tensors import (
+    TYPES,
+    QuantizedTensor,
+    QuantizedTensors,
+    StoredTensor,
+)
+from termgen.engine.device.quantization.affine_blocks import GROUPS
+from termgen.engine.device.quantization.mxfp4 import BLOCK, dequantize
 from termgen.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 
 SINGLE = "model.safetensors"
@@ -33,27 +49,32 @@ MAX_HEADER_BYTES = 1 << 25
 
 _BYTES_PER_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
 # Tables that old exports stored among the weights; they follow from the configuration.
+# Tensors that hold experts in blocks of four bits, and the ends of their names.
+_PACKED = re.compile(r".*\.experts\.\w+_(blocks|scales)", re.ASCII)
+_BLOCKS, _SCALES = "_blocks", "_scales"
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 _SHARD_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 
 
 class SafetensorsFile:
-    """One open file. With `any_type`, tensors of types that termgen does not read are let pass."""
+    """One open file. With `any_type`, tensors of types that termgen does not read are let pass, and
+    with `quantized` those of quantised weights."""
 
-    def __init__(self, path: Path, *, any_type: bool = False) -> None:
+    def __init__(self, path: Path, *, any_type: bool = False, quantized: bool = False) -> None:
         self.path = path
         self._any_type = any_type
+        self._types = {**_BYTES_PER_ELEMENT, **TYPES} if quantized else _BYTES_PER_ELEMENT
         self._check_header_size()
         try:
             library: Any = safe_open  # its own types say less than it accepts
             self._handle = library(path, framework="pt", device="cpu")
-            self.shapes = {name: self._shape(name) for name in self._handle.keys()}
+            self.tensors = {name: self._tensor(name) for name in self._handle.keys()}
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise _corrupt(path, error) from error
 
     def nbytes(self, name: str) -> int:
-        dtype = str(self._handle.get_slice(name).get_dtype())
-        return math.prod(self.shapes[name]) * _BYTES_PER_ELEMENT[dtype]
+        tensor = self.tensors[name]
+        return math.prod(tensor.shape) * {**_BYTES_PER_ELEMENT, **TYPES}[tensor.dtype]
 
     def tensor(self, name: str) -> torch.Tensor:
         try:
@@ -87,16 +108,20 @@ class SafetensorsFile:
                 f"{self.path}: truncated: a header of {length} bytes in a file of {size}"
             )
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def _tensor(self, name: str) -> StoredTensor:
         view = self._handle.get_slice(name)
         dtype = str(view.get_dtype())
         is_read = not self._any_type and not _DERIVED.fullmatch(name)
-        if is_read and dtype not in _BYTES_PER_ELEMENT:
-            raise UnsupportedModelError(
-                f"{self.path}: tensor {name!r} has the type {dtype}; "
-                f"supported are {', '.join(_BYTES_PER_ELEMENT)}"
-            )
-        return tuple(view.get_shape())
+        is_packed = dtype == "U8" and _PACKED.fullmatch(name) is not None
+        if is_read and dtype not in self._types and not is_packed:
+            raise self.foreign_type(name, dtype)
+        return StoredTensor(tuple(view.get_shape()), dtype)
+
+    def foreign_type(self, name: str, dtype: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self.path}: tensor {name!r} has the type {dtype}; "
+            f"supported are {', '.join(_BYTES_PER_ELEMENT)}"
+        )
 
 
 def _corrupt(path: Path, error: Exception) -> CorruptFileError:
@@ -107,8 +132,8 @@ def _corrupt(path: Path, error: Exception) -> CorruptFileError:
 class WeightFiles:
     """The safetensors files of a folder, open and checked against their index."""
 
-    def __init__(self, folder: Path, *, any_type: bool = False) -> None:
-        self._any_type = any_type
+    def __init__(self, folder: Path, *, any_type: bool = False, quantized: bool = False) -> None:
+        self._options = {"any_type": any_type, "quantized": quantized}
         self._files: list[SafetensorsFile] = []
         if (folder / SINGLE).is_file():
             self._where = self._open_single(folder / SINGLE)
@@ -122,9 +147,9 @@ class WeightFiles:
             file.close()
 
     def _open_single(self, path: Path) -> dict[str, SafetensorsFile]:
-        file = SafetensorsFile(path, any_type=self._any_type)
+        file = SafetensorsFile(path, **self._options)
         self._files.append(file)
-        return {name: file for name in file.shapes if not _DERIVED.fullmatch(name)}
+        return {name: file for name in file.tensors if not _DERIVED.fullmatch(name)}
 
     def _open_shards(self, index: Path) -> dict[str, SafetensorsFile]:
         """Shard by shard, so that each is read once through; then what the index is missing."""
@@ -134,9 +159,9 @@ class WeightFiles:
             path = index.parent / shard
             if not path.is_file():
                 raise CorruptFileError(f"{index}: the file {shard} that it names is missing")
-            file = SafetensorsFile(path, any_type=self._any_type)
+            file = SafetensorsFile(path, **self._options)
             self._files.append(file)
-            for name in file.shapes:
+            for name in file.tensors:
                 if wanted.get(name) == shard and not _DERIVED.fullmatch(name):
                     where[name] = file
         for name, shard in wanted.items():
@@ -150,25 +175,137 @@ class FolderCheckpoint(WeightFiles):
 
     def __init__(self, folder: Path) -> None:
         source = folder / "config.json"
-        self.config: ModelConfig = parse_config(read_config(source), source)
-        super().__init__(folder)
+        raw = read_config(source)
+        self.config: ModelConfig = parse_config(raw, source)
+        stored = _stored_weights(raw)
+        super().__init__(folder, quantized=stored is not None)
+        self._quantized: dict[str, QuantizedTensor] = {}
+        names = list(self._where) if stored is None else self._find_quantized(folder, stored)
         # Beside a text model there may be others, whose tensors are left where they are.
-        prefix = self.config.weight_prefix
-        self._where = {name: file for name, file in self._where.items() if name.startswith(prefix)}
-        stored = self._where.items()
-        shapes = {name.removeprefix(prefix): file.shapes[name] for name, file in stored}
-        check_sizes(self.config, shapes, folder)
+        named = {name: self._own(name) for name in names}
+        own = {name: ours for name, ours in named.items() if ours is not None}
+        by_ours: dict[str, str] = {}
+        for name, ours in own.items():
+            if (other := by_ours.setdefault(ours, name)) != name:
+                raise CorruptFileError(f"{folder} has {other} and {name} for one tensor")
+        self._own_tensors = [member for name in own for member in self._members(name)]
+        self._packed = _packed_shapes(
+            {name: self._where[name] for name in own if name in self._where}
+        )
+        self._stored: dict[str, str] = {}
+        """Our name -> the files'. A packed tensor is one name, at the place of its blocks."""
+        for name, ours in own.items():
+            stem = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+            if stem not in self._packed:
+                self._stored[ours] = name
+            elif name.endswith(_BLOCKS):
+                self._stored[ours.removesuffix(_BLOCKS)] = stem
+        check_sizes(self.config, {name: self.shape(name) for name in self.names()}, folder)
 
     @property
     def nbytes(self) -> int:
-        return sum(file.nbytes(name) for name, file in self._where.items())
+        return sum(self._where[name].nbytes(name) for name in self._own_tensors)
 
     def names(self) -> Sequence[str]:
-        return [name.removeprefix(self.config.weight_prefix) for name in self._where]
+        return list(self._stored)
+
+    def kind(self, name: str) -> str | None:
+        made = self._quantized.get(self._stored[name])
+        return GROUPS if made is not None and made.integers_in_order(self._read) else None
+
+    def stored(self, name: str) -> Iterator[StoredRows]:
+        yield from self._quantized[self._stored[name]].stored(self._read)
+
+    def _find_quantized(self, folder: Path, stored: StoredWeights) -> list[str]:
+        """Names of all tensors, quantised matrices among them, in the order of the files."""
+        tensors = {name: file.tensors[name] for name, file in self._where.items()}
+        try:
+            found = QuantizedTensors(tensors, stored, self._read)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{folder}: {error}") from error
+        self._quantized = found.found
+        of_member = {
+            member: name for name, made in found.found.items() for member in made.members.values()
+        }
+        names: dict[str, None] = {}
+        for name, tensor in tensors.items():
+            if name in of_member:
+                names[of_member[name]] = None
+            elif name not in found.unused:
+                if tensor.dtype in TYPES and not _PACKED.fullmatch(name):
+                    raise self._where[name].foreign_type(name, tensor.dtype)
+                names[name] = None
+        return list(names)
+
+    def _members(self, name: str) -> list[str]:
+        """The tensors in the files that make up one."""
+        made = self._quantized.get(name)
+        return [name] if made is None else list(made.members.values())
+
+    def _read(self, stored: str) -> torch.Tensor:
+        return self._where[stored].tensor(stored)
+
+    def _own(self, stored: str) -> str | None:
+        """The model's name of a tensor in the files; None if it is another model's."""
+        for prefix, ours in self.config.weight_prefixes:
+            if stored.startswith(prefix):
+                return None if ours is None else ours + stored.removeprefix(prefix)
+        return None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored = self._stored[name]
+        if stored in self._quantized:
+            return self._quantized[stored].shape
+        return self._packed.get(stored) or self._where[stored].tensors[stored].shape
 
     def tensor(self, name: str) -> torch.Tensor:
-        stored = self.config.weight_prefix + name
+        stored = self._stored[name]
+        if stored in self._packed or stored in self._quantized:
+            return torch.cat(list(self.parts(name)))
         return self._where[stored].tensor(stored)
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """The tensor whole, some rows at a time where it is quantised, or expert by expert."""
+        stored = self._stored[name]
+        if stored in self._quantized:
+            yield from self._quantized[stored].parts(self._read)
+            return
+        if stored not in self._packed:
+            yield self.tensor(name)
+            return
+        blocks, scales = (
+            self._where[stored + end].tensor(stored + end) for end in (_BLOCKS, _SCALES)
+        )
+        for expert_blocks, expert_scales in zip(blocks, scales, strict=True):
+            yield dequantize(expert_blocks, expert_scales).T[None]
+
+
+def _stored_weights(raw: Mapping[str, Any]) -> StoredWeights | None:
+    """None for floats, and for experts in MXFP4, which have tensors of their own."""
+    parts = [raw, *(raw[key] for key in ("text_config",) if isinstance(raw.get(key), Mapping))]
+    part = next((part for part in parts if any(part.get(key) for key in KEYS)), raw)
+    stored = read_stored_weights(ConfigReader(part))
+    return None if stored is None or stored.method == MXFP4 else stored
+
+
+def _packed_shapes(where: Mapping[str, SafetensorsFile]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors that are kept as blocks and scales: the matrices of all experts
+    [num_experts, out, in], which other files of these families have as [num_experts, in, out]."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in where:
+        stem = name.removesuffix(_BLOCKS)
+        if stem == name or stem + _SCALES not in where or not _PACKED.fullmatch(name):
+            continue
+        blocks = where[name].tensors[name].shape
+        scales = where[stem + _SCALES].tensors[stem + _SCALES].shape
+        if len(blocks) != 4 or blocks != (*scales, BLOCK // 2):
+            raise CorruptFileError(
+                f"{where[name].path}: tensor {name!r} is {list(blocks)}, but its scales are"
+                f" {list(scales)}"
+            )
+        num_experts, size_out, num_blocks, _ = blocks
+        shapes[stem] = (num_experts, num_blocks * BLOCK, size_out)
+    return shapes
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from termgen.engine.device.attention.base import AttentionBackend
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.loader.safetensors_file import WeightFiles
@@ -36,7 +36,7 @@ def build_transformers_model(
     folder: Path | None,
     dtype: torch.dtype,
     device: torch.device,
-    attention: AttentionBackend,
+    attention: GroupedAttention,
     ops: LayerOps,
 ) -> TransformersDecoder:
     """The model with the weights in `folder`; without one, memory that the caller must fill."""
@@ -44,9 +44,13 @@ def build_transformers_model(
     with refusals_of(config.architecture), quiet():
         hf_config = make_hf_config(config.transformers.raw)
         if folder is None:
-            hf_model = build_empty(hf_config, dtype=dtype, device=device)
+            hf_model = build_empty(
+                hf_config, dtype=dtype, device=device, length=config.max_position_embeddings
+            )
     if folder is not None:
-        hf_model = _load_hf_model(hf_config, folder, dtype).to(device)
+        hf_model = _load_hf_model(hf_config, folder, dtype)
+        freeze_rope(hf_model, config.max_position_embeddings)
+        hf_model.to(device)
         check_finite(hf_model)
     hf_model.requires_grad_(False)
     return TransformersDecoder(
@@ -83,5 +87,4 @@ def _load_hf_model(hf_config: Any, folder: Path, dtype: torch.dtype) -> Any:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CorruptFileError(f"{folder}: the checkpoint {words} {names[0]}{more}")
-    freeze_rope(model)
     return model

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.errors import CorruptFileError, UnsupportedModelError
 
@@ -34,6 +35,19 @@ class PartedSource(Protocol):
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
         """The tensor's rows, some at a time."""
+
+
+@runtime_checkable
+class StoredSource(Protocol):
+    """A checkpoint some of whose matrices are in blocks, which it gives as they are."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def kind(self, name: str) -> str | None:
+        """The kind of the matrix's blocks; None if only its numbers can be had."""
+
+    def stored(self, name: str) -> Iterator[StoredRows]:
+        """The rows of a matrix of some kind, some at a time."""
 
 
 class LoadableModel(Protocol):
@@ -61,10 +75,18 @@ def load_weights(
     num_loaded = 0
     with torch.no_grad():
         for slot in (slots[name] for name in names if name in slots):
-            if slot.load_rows is not None and isinstance(checkpoint, PartedSource):
+            if _keeps_blocks(slot, checkpoint):
+                assert isinstance(checkpoint, StoredSource) and slot.load_stored is not None
+                _check_shape(slot, checkpoint.shape(slot.name))
+                first_row = 0
+                for stored in checkpoint.stored(slot.name):
+                    slot.load_stored(stored, first_row)
+                    first_row += len(stored.blocks)
+            elif slot.load_rows is not None and isinstance(checkpoint, PartedSource):
                 _check_shape(slot, checkpoint.shape(slot.name))
                 first_row = 0
                 for rows in checkpoint.parts(slot.name):
+                    _check_type(slot, rows)
                     slot.load_rows(rows, first_row)
                     first_row += len(rows)
             else:
@@ -80,6 +102,13 @@ def load_weights(
             check_finite(model)
         except CorruptFileError as error:
             raise _named_in_file(checkpoint) or error from None
+
+
+def _keeps_blocks(slot: WeightSlot, checkpoint: TensorSource) -> bool:
+    """True if the checkpoint has blocks of a kind that the slot takes as they are."""
+    if not slot.kinds or not isinstance(checkpoint, StoredSource):
+        return False
+    return checkpoint.kind(slot.name) in slot.kinds
 
 
 @torch.no_grad()

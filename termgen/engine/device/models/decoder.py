@@ -10,20 +10,23 @@ holds `torch.inference_mode`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 
-from termgen.engine.device.attention.base import AttentionBackend, ForwardContext
+from termgen.engine.device.attention.base import AttentionBackend, AttentionForm, ForwardContext
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import Build, Linear, VocabEmbedding
+from termgen.engine.device.layers.matrix_list import MatrixList
 from termgen.engine.device.layers.norm import RMSNorm
 from termgen.engine.device.layers.ops import inverse_frequencies
-from termgen.engine.device.layers.weight_slot import WeightSlot, parameter_slot
+from termgen.engine.device.layers.weight_slot import WeightSlot
+from termgen.engine.device.models.mlp import GatedMLP, SparseMoe
 from termgen.engine.device.models.pieces import Carried
+from termgen.engine.device.recurrent.base import GatedDeltaNet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,10 +34,16 @@ class Place:
     """A layer's place in its model."""
 
     index: int
-    """Its KV cache among those of the layers."""
+    """The KV cache that it reads, among those of the layers that have their own; the state of a
+    recurrent layer among those of all such."""
+    group: int
+    """Its block table and slots among those of the groups; 0 for a recurrent layer."""
     rope: int
     """Its rotation among those of a step."""
-    attention: AttentionBackend
+    attention: AttentionBackend | None
+    """None for a recurrent layer."""
+    recurrent: GatedDeltaNet | None
+    """None for a layer that has attention."""
     next_norm: RMSNorm
     """The input norm of the next layer, or the norm after the last one."""
     is_last: bool
@@ -45,25 +54,49 @@ class DecoderLayer(nn.Module):
 
     norm_offset: float = 0.0
     """Added to the norm weights of a checkpoint."""
+    norms_in_float32: bool = False
+    """True if norm weights are kept in float32 whatever the model's type."""
     place: Place
     """Set by the model, once it has made all layers."""
 
     def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
         super().__init__()
         self.sliding_window = sliding_window
-        self.scale = config.attention_scale
+        self.form = AttentionForm(config.attention_scale, sliding_window, config.attention_softcap)
+        self.head_dim = config.head_dim
         self._num_heads = config.num_heads
         self._ops = build.ops
         self._eps = config.rms_norm_eps
-        hidden, eps, offset = config.hidden_size, config.rms_norm_eps, self.norm_offset
+        self.input_norm = self.make_norm(config, build)
+        self.qkv_proj, self.o_proj = self.make_projections(config, build)
+        self.post_attention_norm = self.make_norm(config, build)
+        self.mlp = self.make_mlp(config, build)
+
+    @classmethod
+    def make_projections(cls, config: ModelConfig, build: Build) -> tuple[Linear, Linear]:
+        """The projections in front of attention and after it."""
+        hidden = config.hidden_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.input_norm = RMSNorm(hidden, eps=eps, build=build, offset=offset)
-        self.qkv_proj = Linear(hidden, qkv, bias=config.qkv_bias, build=build)
-        self.o_proj = Linear(q_size, {"o_proj": hidden}, bias=config.o_bias, build=build)
-        self.post_attention_norm = RMSNorm(hidden, eps=eps, build=build, offset=offset)
-        mlp_class = GatedMLP if config.moe is None else SparseMoe
-        self.mlp = mlp_class(config, build)
+        return (
+            Linear(hidden, qkv, bias=config.qkv_bias, build=build),
+            Linear(q_size, {"o_proj": hidden}, bias=config.o_bias, build=build),
+        )
+
+    @classmethod
+    def make_norm(cls, config: ModelConfig, build: Build, eps: float | None = None) -> RMSNorm:
+        """eps: the config's `rms_norm_eps` if not given."""
+        return RMSNorm(
+            config.hidden_size,
+            eps=config.rms_norm_eps if eps is None else eps,
+            build=build,
+            offset=cls.norm_offset,
+            in_float32=cls.norms_in_float32,
+        )
+
+    @classmethod
+    def make_mlp(cls, config: ModelConfig, build: Build) -> GatedMLP | SparseMoe:
+        return GatedMLP(config, build) if config.moe is None else SparseMoe(config, build)
 
     def forward(self, normed: torch.Tensor, carried: Carried, ctx: ForwardContext) -> torch.Tensor:
         """normed [T, hidden], this layer's input -> that of the next layer.
@@ -82,11 +115,21 @@ class DecoderLayer(nn.Module):
         q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """normed [T, hidden] -> q [T, num_heads, head_dim]; k and v go to their slots."""
+        return self.rotate_and_store(self.qkv_proj(normed), carried, ctx, q)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        carried: Carried,
+        ctx: ForwardContext,
+        q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`LayerOps.rotate_and_store` at this layer's place."""
         return self._ops.rotate_and_store(
-            self.qkv_proj(normed),
+            qkv,
             ctx.kv_caches[self.place.index],
             carried.rotations[self.place.rope],
-            ctx.metadata.slot_mapping,
+            ctx.metadata[self.place.group].slot_mapping,
             num_heads=self._num_heads,
             norm_weight=self.qk_norm_weight(),
             eps=self._eps,
@@ -101,12 +144,12 @@ class DecoderLayer(nn.Module):
         self, q: torch.Tensor, ctx: ForwardContext, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, num_heads, head_dim] from the same."""
+        assert self.place.attention is not None, "a recurrent layer"
         return self.place.attention.forward(
             q,
             ctx.kv_caches[self.place.index],
-            ctx.metadata,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
+            ctx.metadata[self.place.group],
+            self.form,
             out=out,
         )
 
@@ -127,94 +170,32 @@ class DecoderLayer(nn.Module):
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield self.input_norm.weight_slot(f"{prefix}.input_layernorm.weight")
-        yield from self.qkv_proj.weight_slots(f"{prefix}.self_attn")
-        yield from self.o_proj.weight_slots(f"{prefix}.self_attn")
+        yield from self.projection_slots(prefix)
         yield self.post_attention_norm.weight_slot(f"{prefix}.post_attention_layernorm.weight")
         yield from self.mlp.weight_slots(prefix)
 
-
-class GatedMLP(nn.Module):
-    def __init__(self, config: ModelConfig, build: Build) -> None:
-        super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self._activation = config.hidden_act
-        self._ops = build.ops
-        gate_up = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = Linear(hidden, gate_up, bias=bias, build=build)
-        self.down_proj = Linear(inner, {"down_proj": hidden}, bias=bias, build=build)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]"""
-        activated = self._ops.gated_activation(self.gate_up_proj(x), self._activation)
-        y: torch.Tensor = self.down_proj(activated)
-        return y
-
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        """prefix: the checkpoint's path of the layer."""
-        yield from self.gate_up_proj.weight_slots(f"{prefix}.mlp")
-        yield from self.down_proj.weight_slots(f"{prefix}.mlp")
-
-
-class SparseMoe(nn.Module):
-    """Checkpoints hold the experts one by one under the family's own names, or stacked as here
-    under names that all families share: the forms of `WeightSlot.pieces`."""
-
-    def __init__(self, config: ModelConfig, build: Build) -> None:
-        super().__init__()
-        moe = config.moe
-        assert moe is not None, "a layer without experts"
-        hidden, inner, num = config.hidden_size, moe.intermediate_size, moe.num_experts
-        self._moe = moe
-        self._activation = config.hidden_act
-        self._ops = build.ops
-        self.router = Linear(hidden, {"gate": num}, bias=False, build=build)
-        self.gate_up = build.parameter(num, 2 * inner, hidden)
-        self.down = build.parameter(num, hidden, inner)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]"""
-        return self._ops.experts(
-            x,
-            self.router(x),
-            self.gate_up,
-            self.down,
-            top_k=self._moe.num_experts_per_tok,
-            renormalize=self._moe.norm_topk_prob,
-            activation=self._activation,
-        )
-
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        """prefix: the checkpoint's path of the layer."""
-        yield from self._router_slots(prefix)
-        names = self._moe.names
-        inner = self._moe.intermediate_size
-        pieces: tuple[list[WeightSlot], list[WeightSlot]] = ([], [])
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            path = f"{prefix}.{names.block}.experts.{expert}"
-            pieces[0].append(_slot(f"{path}.{names.gate}.weight", gate_up[:inner]))
-            pieces[0].append(_slot(f"{path}.{names.up}.weight", gate_up[inner:]))
-            pieces[1].append(_slot(f"{path}.{names.down}.weight", down))
-        yield _slot(f"{prefix}.mlp.experts.gate_up_proj", self.gate_up, *pieces[0])
-        yield _slot(f"{prefix}.mlp.experts.down_proj", self.down, *pieces[1])
-
-    def _router_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        (slot,) = self.router.weight_slots(f"{prefix}.mlp")
-        (other,) = self.router.weight_slots(f"{prefix}.{self._moe.names.block}")
-        yield slot if other.name == slot.name else replace(slot, pieces=(other,))
-
-
-def _slot(name: str, part: torch.Tensor, *pieces: WeightSlot) -> WeightSlot:
-    return replace(parameter_slot(name, part, "matrix"), pieces=pieces)
+    def projection_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield from self.qkv_proj.weight_slots(f"{prefix}.self_attn")
+        yield from self.o_proj.weight_slots(f"{prefix}.self_attn")
 
 
 class CausalDecoder(nn.Module):
     """A decoder-only language model over a paged KV cache: a `PiecewiseModel`."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
-    inverse_frequencies: torch.Tensor  # [num_ropes, rotary_dim / 2] float32
+    recurrent_class: type[DecoderLayer] = DecoderLayer
+    """The class of the layers that the config calls recurrent."""
 
-    def __init__(self, config: ModelConfig, build: Build, attention: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: Build,
+        attention: GroupedAttention,
+        recurrent: GatedDeltaNet | None = None,
+    ) -> None:
+        """recurrent: for a config with `linear`."""
         super().__init__()
+        self.recurrent = recurrent
         self.config = config
         self.dtype = build.dtype
         self.device = build.device
@@ -222,30 +203,45 @@ class CausalDecoder(nn.Module):
         tied = config.tie_word_embeddings
         self.embedding: VocabEmbedding | None = None
         if not tied:
-            self.embedding = VocabEmbedding(config.vocab_size, config.hidden_size, build)
+            self.embedding = VocabEmbedding(
+                "model.embed_tokens", config.vocab_size, config.hidden_size, build
+            )
         self._ops = build.ops
-        self._ropes = tuple(dict.fromkeys(config.layer_ropes))
-        frequencies = [inverse_frequencies(rope, config.head_dim) for rope in self._ropes]
-        self.register_buffer(
-            "inverse_frequencies", torch.stack(frequencies).to(self.device), persistent=False
-        )
+        dims = (config.kv_heads(layer)[1] for layer in range(config.num_layers))
+        of_layers = list(zip(config.layer_ropes, dims, strict=True))
+        self._ropes = tuple(dict.fromkeys(of_layers))
+        for number, (rope, dim) in enumerate(self._ropes):
+            # [rotary_dim / 2] float32
+            frequencies = inverse_frequencies(rope, dim).to(self.device)
+            self.register_buffer(f"inverse_frequencies_{number}", frequencies, persistent=False)
+        recurrent_layers = () if config.linear is None else config.linear.layers
         layers = [
-            self.layer_class(config.of_layer(index), build, sliding_window=window)
+            (self.recurrent_class if index in recurrent_layers else self.layer_class)(
+                config.of_layer(index), build, sliding_window=window
+            )
             for index, window in enumerate(config.layer_windows)
         ]
         # Typed as what it holds, which ModuleList does not say.
         self.layers = cast(list[DecoderLayer], nn.ModuleList(layers))
-        self.norm = RMSNorm(
-            config.hidden_size,
-            eps=config.rms_norm_eps,
-            build=build,
-            offset=self.layer_class.norm_offset,
-        )
+        self.norm = self.make_final_norm(config, build)
         following = [*(layer.input_norm for layer in layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
-            rope = self._ropes.index(config.layer_ropes[index])
+            rotation = self._ropes.index(of_layers[index])
             is_last = index == len(layers) - 1
-            layer.place = Place(index, rope, attention, next_norm, is_last)
+            if index in recurrent_layers:
+                place = recurrent_layers.index(index)
+                layer.place = Place(place, 0, rotation, None, recurrent, next_norm, is_last)
+            else:
+                source = config.kv_source(index)
+                layer.place = Place(
+                    attention.cache_of(source),
+                    attention.group_of(source),
+                    rotation,
+                    attention.backend_of(source),
+                    None,
+                    next_norm,
+                    is_last,
+                )
         self.head = Linear(
             config.hidden_size,
             {"model.embed_tokens" if tied else "lm_head": config.vocab_size},
@@ -254,27 +250,38 @@ class CausalDecoder(nn.Module):
             is_looked_up=tied,
         )
 
+    @classmethod
+    def make_final_norm(cls, config: ModelConfig, build: Build) -> RMSNorm:
+        return cls.layer_class.make_norm(config, build)
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
         """input_ids [T], positions [T] -> normed hidden states [N, hidden] of `ctx.wanted`.
 
-        The attention backend must have prepared `ctx.metadata`.
+        The attention must have prepared `ctx.metadata`.
         """
-        carried = self._begin(input_ids, positions)
-        normed: torch.Tensor = self.layers[0].input_norm(carried.residual)
+        carried = self.begin(input_ids, positions)
+        normed = self.first_input(carried)
         for layer in self.layers:
             normed = layer(normed, carried, ctx)
         return normed
 
-    def _begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Carried:
+    def begin(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Carried:
         # Rotations first: the kernels of a layer may read them before the one ahead has ended,
         # which is safe after the embedding, a launch that waits for all before it.
         rotations = tuple(
-            self._ops.rotation(positions, frequencies, rope.attention_factor)
-            for frequencies, rope in zip(self.inverse_frequencies, self._ropes, strict=True)
+            self._ops.rotation(
+                positions, getattr(self, f"inverse_frequencies_{number}"), rope.attention_factor
+            )
+            for number, (rope, _) in enumerate(self._ropes)
         )
         return Carried(self.embed(input_ids), rotations)
+
+    def first_input(self, carried: Carried) -> torch.Tensor:
+        """[T, hidden]: the normalised input of the first layer."""
+        normed: torch.Tensor = self.layers[0].input_norm(carried.residual)
+        return normed
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.embedding is None:
@@ -285,12 +292,14 @@ class CausalDecoder(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, hidden] -> [N, vocab_size], in the model's type."""
         logits: torch.Tensor = self.head(hidden)
+        if (cap := self.config.logit_softcap) is not None:
+            logits.div_(cap / self.config.logit_factor).tanh_().mul_(cap)
         return logits
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """Every tensor the model wants from a checkpoint, each exactly once."""
         if self.embedding is not None:
-            yield self.embedding.weight_slot("model.embed_tokens.weight")
+            yield from self.embedding.weight_slots("")
         for index, layer in enumerate(self.layers):
             yield from layer.weight_slots(f"model.layers.{index}")
         yield self.norm.weight_slot("model.norm.weight")
@@ -309,7 +318,7 @@ class CausalDecoder(nn.Module):
     def finalize(self) -> None:
         """Prepares the loaded weights for the device. Called once, before the first step."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | MatrixList):
                 module.finalize()
 
     # The same forward pass in pieces, for recordings (`PiecewiseModel`): skip on a first reading.
@@ -320,8 +329,17 @@ class CausalDecoder(nn.Module):
         return self.config.moe is None or self._ops.can_record_experts
 
     @property
+    def can_be_cut(self) -> bool:
+        """True if the pass can be taken in pieces, as the methods below do. Recurrent layers are
+        recorded as a whole, or not at all."""
+        return self.config.linear is None
+
+    @property
     def num_attentions(self) -> int:
         return len(self.layers)
+
+    def head_dim(self, index: int) -> int:
+        return self.layers[index].head_dim
 
     def first_piece(
         self,
@@ -331,9 +349,10 @@ class CausalDecoder(nn.Module):
         *,
         q: torch.Tensor | None = None,
     ) -> tuple[Carried, torch.Tensor]:
-        carried, first = self._begin(input_ids, positions), self.layers[0]
-        normed = first.input_norm(carried.residual)
-        return carried, first.before_attention(normed, carried, ctx, q)
+        assert self.can_be_cut
+        carried = self.begin(input_ids, positions)
+        normed = self.first_input(carried)
+        return carried, self.layers[0].before_attention(normed, carried, ctx, q)
 
     def attend(
         self,
@@ -354,33 +373,10 @@ class CausalDecoder(nn.Module):
         *,
         q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        normed = self.layers[index].after_attention(attended, carried.residual)
+        normed = self.layers[index].finish(attended, carried, None)
         return self.layers[index + 1].before_attention(normed, carried, ctx, q)
 
     def last_piece(
         self, attended: torch.Tensor, carried: Carried, wanted: torch.Tensor | None
     ) -> torch.Tensor:
         return self.layers[-1].finish(attended, carried, wanted)
-
-
-@contextmanager
-def one_layer_of_each_kind(model: object) -> Iterator[None]:
-    """Skip the other layers of a `CausalDecoder`: layers of one kind run the same kernels on the
-    same shapes, so a step through one rehearses all in a fraction of the time. The last layer
-    stays, as it computes only the tokens whose hidden states are wanted."""
-    if not isinstance(model, CausalDecoder):
-        yield  # other models keep all their layers
-        return
-    layers = model.layers
-    kinds: dict[object, DecoderLayer] = {}
-    for layer in layers:
-        weights = [
-            (name, p.shape, p.dtype, p.data_ptr() % 16 == 0) for name, p in layer.named_parameters()
-        ]
-        kinds.setdefault((type(layer), layer.sliding_window, *weights), layer)
-    others = [layer for layer in kinds.values() if layer is not layers[-1]]
-    model.layers = cast(list[DecoderLayer], nn.ModuleList([*others, layers[-1]]))
-    try:
-        yield
-    finally:
-        model.layers = layers

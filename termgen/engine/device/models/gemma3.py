@@ -1,52 +1,30 @@
-"""Gemma 3: norms around each half of a layer, weights as distances from one, scaled embeddings."""
+"""Gemma 3: as Gemma 2, but every head of q and k is normalised, and nothing is capped."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import Build
-from termgen.engine.device.layers.norm import HeadNorm, RMSNorm
+from termgen.engine.device.layers.norm import HeadNorm
 from termgen.engine.device.layers.weight_slot import WeightSlot
-from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
+from termgen.engine.device.models.gemma2 import Gemma2ForCausalLM, Gemma2Layer
 
 
-class Gemma3Layer(DecoderLayer):
-    """The outputs of attention and MLP are normalised before they are added to the residual."""
-
-    norm_offset = 1.0
-
+class Gemma3Layer(Gemma2Layer):
     def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
         super().__init__(config, build, sliding_window=sliding_window)
-        offset = self.norm_offset
-        self.qk_norm = HeadNorm(config, build, offset)
-        self.pre_mlp_norm, self.post_mlp_norm = (
-            RMSNorm(config.hidden_size, eps=config.rms_norm_eps, build=build, offset=offset)
-            for _ in range(2)
-        )
+        self.qk_norm = HeadNorm(config, build, self.norm_offset)
 
     def qk_norm_weight(self) -> torch.Tensor:
         return self.qk_norm.weight
 
-    def after_attention(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        output = self.o_proj(attended.flatten(1))
-        normed = self.post_attention_norm.norm_add(output, residual, self.pre_mlp_norm)
-        return self.post_mlp_norm.norm_add(self.mlp(normed), residual, self.place.next_norm)
-
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from super().weight_slots(prefix)
         yield from self.qk_norm.weight_slots(f"{prefix}.self_attn")
-        yield self.pre_mlp_norm.weight_slot(f"{prefix}.pre_feedforward_layernorm.weight")
-        yield self.post_mlp_norm.weight_slot(f"{prefix}.post_feedforward_layernorm.weight")
 
 
-class Gemma3ForCausalLM(CausalDecoder):
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
     layer_class = Gemma3Layer
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        # The model was trained with the factor rounded to its type.
-        scale = torch.tensor(math.sqrt(self.config.hidden_size), dtype=self.dtype).item()
-        return super().embed(input_ids).mul_(scale)

@@ -16,14 +16,23 @@ from termgen.engine.device.attention.base import ForwardContext
 from termgen.engine.device.layers.ops import Rotation
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Carried:
     """The state of one forward pass, from its first piece to its last."""
 
     residual: torch.Tensor
-    """[T, hidden]: every piece adds to it in place."""
+    """[T, hidden]: every piece adds to it in place; made anew by each layer, from `streams`, in a
+    family that has these."""
     rotations: tuple[Rotation, ...]
     """One for each kind of rotary embedding among the layers."""
+    gate: torch.Tensor | None = None
+    """[T, num_heads * head_dim], in a family that gates attention: made by the piece ahead of an
+    attention, used up by the piece after it."""
+    per_layer: torch.Tensor | None = None
+    """[T, num_layers, size], in a family whose layers have an input of their own each."""
+    streams: torch.Tensor | None = None
+    """[T, num_streams, hidden], in a family with several residual streams. Ahead of an attention
+    these are the layer's predictions of them."""
 
 
 @runtime_checkable
@@ -37,6 +46,9 @@ class PiecewiseModel(Protocol):
 
     @property
     def num_attentions(self) -> int: ...
+
+    def head_dim(self, index: int) -> int:
+        """The head size of attention `index`."""
 
     def first_piece(
         self,

@@ -19,19 +19,34 @@ from termgen.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     import torch
 
-    from termgen.engine.device.attention.base import AttentionBackend
+    from termgen.engine.device.attention.groups import GroupedAttention
     from termgen.engine.device.kernels.gemm.small_gemm_config import Tuned
     from termgen.engine.device.layers.ops import LayerOps
     from termgen.engine.device.models.decoder import CausalDecoder
+    from termgen.engine.device.recurrent.base import GatedDeltaNet
 
 MODELS = {
     "LlamaForCausalLM": "termgen.engine.device.models.decoder:CausalDecoder",
     "MistralForCausalLM": "termgen.engine.device.models.decoder:CausalDecoder",
     "Qwen2ForCausalLM": "termgen.engine.device.models.decoder:CausalDecoder",
     "Qwen3ForCausalLM": "termgen.engine.device.models.qwen3:Qwen3ForCausalLM",
+    "Gemma2ForCausalLM": "termgen.engine.device.models.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "termgen.engine.device.models.gemma3:Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration": "termgen.engine.device.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3nForCausalLM": "termgen.engine.device.models.gemma3n:Gemma3nForCausalLM",
+    "Gemma3nForConditionalGeneration": "termgen.engine.device.models.gemma3n:Gemma3nForCausalLM",
+    "Gemma4ForCausalLM": "termgen.engine.device.models.gemma4:Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration": "termgen.engine.device.models.gemma4:Gemma4ForCausalLM",
+    "GptOssForCausalLM": "termgen.engine.device.models.gpt_oss:GptOssForCausalLM",
+    "MuseGlimmerForConditionalGeneration": (
+        "termgen.engine.device.models.muse_glimmer:MuseGlimmerForCausalLM"
+    ),
     "Qwen3MoeForCausalLM": "termgen.engine.device.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3_5ForCausalLM": "termgen.engine.device.models.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "termgen.engine.device.models.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "termgen.engine.device.models.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "termgen.engine.device.models.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3NextForCausalLM": "termgen.engine.device.models.qwen3_next:Qwen3NextForCausalLM",
     "MixtralForCausalLM": "termgen.engine.device.models.decoder:CausalDecoder",
 }
 """Families that differ from the skeleton by their config alone share its class."""
@@ -48,9 +63,10 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str | None,
-    attention: AttentionBackend,
+    attention: GroupedAttention,
     ops: LayerOps,
     tuned: Tuned | None = None,
+    recurrent: GatedDeltaNet | None = None,
 ) -> CausalDecoder:
     """A model whose parameters are allocated but not filled. tuned: products measured on this GPU.
 
@@ -63,18 +79,15 @@ def build_model(
         raise ConfigError(
             f"quantization {quantization!r} is not known; known are {known}", param="quantization"
         )
-    if quantization is not None and config.moe is not None:
-        raise ConfigError(
-            f"quantization {quantization} is not supported for the experts of"
-            f" {config.architecture}; leave it out",
-            param="quantization",
-        )
     if device.type == "cpu":
         check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
     from termgen.engine.device.layers.linear import Build  # torch: seconds
 
-    build = Build(dtype, device, _linear_method(quantization, device, tuned), ops)
-    model: CausalDecoder = resolve_name(MODELS[config.architecture])(config, build, attention)
+    method = _linear_method(quantization, device, tuned)
+    build = Build(dtype, device, method, ops, expert_method=method if quantization else None)
+    model: CausalDecoder = resolve_name(MODELS[config.architecture])(
+        config, build, attention, recurrent
+    )
     return model
 
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from termgen.engine.device.attention.base import AttentionBackend, ForwardContext
+from termgen.engine.device.attention.base import AttentionForm, ForwardContext
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.attention.reference import attend
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.errors import UnsupportedModelError
@@ -163,7 +164,7 @@ class PagedLayers:
     """AttentionStage over a paged cache: what serves."""
 
     def __init__(
-        self, layers: Mapping[int, int], attention: AttentionBackend, ops: LayerOps
+        self, layers: Mapping[int, int], attention: GroupedAttention, ops: LayerOps
     ) -> None:
         self._layers = layers
         self._attention = attention
@@ -173,15 +174,15 @@ class PagedLayers:
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         assert self.context is not None, "attention outside a forward pass"
-        metadata = self.context.metadata
-        kv_cache = self.context.kv_caches[self._layers[id(call.module)]]
+        layer = self._layers[id(call.module)]
+        metadata = self.context.metadata[self._attention.group_of(layer)]
+        kv_cache = self.context.kv_caches[layer]
         self._ops.store(_dense(call.k), _dense(call.v), kv_cache, metadata.slot_mapping)
-        return self._attention.forward(
+        return self._attention.backend_of(layer).forward(
             call.q.contiguous(),  # no copy for most models: a view of [T, num_heads, head_dim]
             kv_cache,
             metadata,
-            scale=call.scale,
-            sliding_window=call.sliding_window,
+            AttentionForm(call.scale, call.sliding_window),
         )
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from termgen.engine.device.attention.base import AttentionBackend, ForwardContext
+from termgen.engine.device.attention.base import ForwardContext
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.layers.weight_slot import WeightSlot, parameter_slot
@@ -49,7 +50,7 @@ class TransformersDecoder(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        attention: AttentionBackend,
+        attention: GroupedAttention,
         ops: LayerOps,
     ) -> None:
         super().__init__()

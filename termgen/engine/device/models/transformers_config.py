@@ -24,9 +24,9 @@ from termgen.engine.device.config.model_config import (
     TransformersSource,
     architecture_name,
     read_torch_dtype,
-    reject_foreign_quantization,
 )
 from termgen.engine.device.config.rope_config import RopeConfig
+from termgen.engine.device.config.stored_weights import reject_quantized
 from termgen.engine.device.models.transformers_attention import (
     IMPLEMENTATION,
     LayerCall,
@@ -49,7 +49,7 @@ def read_transformers_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Raises UnsupportedModelError saying why a model cannot run, or CorruptFileError."""
     read = ConfigReader(raw)
     architecture = architecture_name(read)
-    reject_foreign_quantization(read)
+    reject_quantized(read)
     with refusals_of(architecture), quiet():
         hf_config = make_hf_config(raw)
         _check_kind(hf_config)
@@ -60,7 +60,7 @@ def read_transformers_config(raw: Mapping[str, Any]) -> ModelConfig:
         limit = freeze_rope(model)
         hidden_size, vocab_size = _run(model)
         windows = _layer_windows(stage.calls, hf_config)
-    call = stage.calls[0]
+    call, (positions, most) = stage.calls[0], _positions(hf_config, limit, architecture)
     ids = ConfigReader(hf_config.to_dict())
     return ModelConfig(
         architecture=architecture,
@@ -71,7 +71,8 @@ def read_transformers_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_heads=call.num_heads,
         num_kv_heads=call.num_kv_heads,
         head_dim=call.head_dim,
-        max_position_embeddings=_max_positions(hf_config, limit, architecture),
+        max_position_embeddings=positions,
+        extended_positions=most,
         rms_norm_eps=0.0,
         hidden_act="",
         tie_word_embeddings=False,
@@ -167,9 +168,11 @@ def make_hf_config(raw: Mapping[str, Any]) -> Any:
     return CONFIG_MAPPING[model_type].from_dict(PreTrainedConfig._decode_special_floats(values))
 
 
-def build_empty(hf_config: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
+def build_empty(
+    hf_config: Any, *, dtype: torch.dtype, device: torch.device, length: int | None = None
+) -> Any:
     """transformers' model with memory for its weights, none of them filled; tables that follow from
-    the config are."""
+    the config are. length: as for `freeze_rope`."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -180,15 +183,17 @@ def build_empty(hf_config: Any, *, dtype: torch.dtype, device: torch.device) -> 
             hf_config, attn_implementation=IMPLEMENTATION, dtype=dtype, trust_remote_code=False
         )
     model.tie_weights()
-    freeze_rope(model)
+    freeze_rope(model, length)
     return model.eval()
 
 
-def freeze_rope(model: nn.Module) -> int | None:
+def freeze_rope(model: nn.Module, length: int | None = None) -> int | None:
     """Keeps rotary frequencies those of short texts, where a model changes them with the longest
-    text of a batch: requests that share a step must not change each other.
+    text of a batch: requests that share a step must not change each other. With a length beyond
+    that, they become those of texts of that length.
 
-    Returns the positions that these are right for; None when they are for all. May be done again.
+    Returns the positions that the former are right for; None when they are for all. May be done
+    again.
     """
     limits = []
     for module in model.modules():
@@ -202,13 +207,32 @@ def freeze_rope(model: nn.Module) -> int | None:
             for layer_type, kind in kinds.items():
                 if _follows_length(kind):
                     found = [*found, _rope_limit(module.config, layer_type)]
+                    _lengthen(module, kind, found[-1], length, layer_type)
                     kinds[layer_type] = "default"
         elif _follows_length(kinds):
             found = [_rope_limit(module.config)]
+            _lengthen(module, kinds, found[-1], length)
             module.rope_type = "default"  # type: ignore[assignment]
         module.termgen_rope_limits = found  # type: ignore[assignment]
         limits += found
     return min(limits, default=None)
+
+
+def _lengthen(
+    module: Any, kind: str, limit: int, length: int | None, layer_type: str | None = None
+) -> None:
+    """Make a module's frequencies those of texts of a length beyond the limit."""
+    if length is None or length <= limit:
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+    present = getattr(module, name)
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](
+        module.config, present.device, seq_len=length, **options
+    )
+    present.copy_(frequencies)
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -329,19 +353,21 @@ def _layer_windows(calls: list[LayerCall], hf_config: Any) -> tuple[int | None, 
     return windows
 
 
-def _max_positions(hf_config: Any, limit: int | None, architecture: str) -> int:
+def _positions(hf_config: Any, limit: int | None, architecture: str) -> tuple[int, int]:
+    """The positions of the frequencies as they are, and those that others can be made for."""
     most = getattr(hf_config, "max_position_embeddings", None)
     if not isinstance(most, int) or most < 1:
         raise UnsupportedModelError(
             _refusal(architecture, "its config has no max_position_embeddings")
         )
     if limit is None or limit >= most:
-        return most
+        return most, most
     logger.warning(
-        "%s: the context is limited to %d of %d positions: beyond, its rotary frequencies would "
-        "change with the longest request of a step",
+        "%s: the context is limited to %d of %d positions: beyond, its rotary frequencies change "
+        "with the length. A max_model_len above %d gives all requests those of that length",
         architecture,
         limit,
         most,
+        limit,
     )
-    return limit
+    return limit, most

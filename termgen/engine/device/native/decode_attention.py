@@ -28,18 +28,23 @@ from termgen.engine.device.native.jit import (
 
 @functools.cache
 def decode_kernel() -> Kernel:
-    """decode(q, kv_cache, out, block_table, seq_lens, scores, table_stride, most_keys, window,
-    num_kv_heads, group_size, head_dim, block_size, scale, num_items, threads), compiled for this
-    machine. An item is a row's key head with its group of query heads; scores: memory for most_keys
-    floats for every item."""
-    arguments = (*[POINTER] * 6, *[INT64] * 7, FLOAT)
+    """decode(q, kv_cache, out, block_table, seq_lens, scores, sinks, table_stride, block_stride,
+    most_keys, window, num_kv_heads, group_size, head_dim, block_size, has_sinks, scale, softcap,
+    num_items, threads), compiled for this machine. An item is a row's key head with its group of
+    query heads; block_stride: floats from one block to the next; scores: memory for most_keys
+    floats for every item; softcap: 0 for none."""
+    arguments = (*[POINTER] * 7, *[INT64] * 9, FLOAT, FLOAT)
     definitions = {"decode": Definition(arguments, _emit_decode)}
     return compile_kernels(definitions, key="decode_attention")["decode"]
 
 
 def _emit_decode(e: Emitter, arguments: Sequence[Value], first: Value, end: Value) -> None:
-    q, cache, out, block_table, seq_lens, scores, *sizes, scale = arguments
-    table_stride, most_keys, window, num_kv_heads, group_size, head_dim, block_size = sizes
+    q, cache, out, block_table, seq_lens, scores, sinks, *sizes, scale, softcap = arguments
+    table_stride, block_stride, most_keys, window, num_kv_heads, *sizes = sizes
+    group_size, head_dim, block_size, has_sinks = sizes
+    block_bytes = e.times(block_stride, FLOAT_BYTES)
+    is_capped = e.fcmp_ordered(">", softcap, FLOAT(0.0))
+    has_sink = e.icmp_unsigned(">", has_sinks, e.number(0))
     head_bytes = e.times(head_dim, FLOAT_BYTES)
     kv_bytes = e.times(num_kv_heads, head_bytes)
     with e.loop(first, end) as item:
@@ -54,15 +59,26 @@ def _emit_decode(e: Emitter, arguments: Sequence[Value], first: Value, end: Valu
         def key(position: Value, table: Value = table, heads: Value = heads) -> Value:
             """Address of a position's key; its value lies `kv_bytes` behind."""
             block = e.read(INT32, table, e.times(e.udiv(position, block_size), 4))
-            slot = e.plus(e.times(e.zext(block, INT64), block_size), e.urem(position, block_size))
-            return e.move(heads, e.times(slot, 2, kv_bytes))
+            at = e.times(e.zext(block, INT64), block_bytes)
+            return e.move(heads, e.plus(at, e.times(e.urem(position, block_size), 2, kv_bytes)))
 
         with e.loop(0, group_size) as member:
             head = e.plus(e.times(item, group_size), member)
             query, target = (e.move(base, e.times(head, head_bytes)) for base in (q, out))
-            most = _emit_scores(e, query, key, weights, start, length, head_bytes, scale)
-            total = _emit_softmax(e, weights, most, e.sub(length, start))
-            _emit_mean(e, key, weights, start, length, kv_bytes, head_bytes, target, total)
+            largest = _emit_scores(e, query, key, weights, start, length, head_bytes, scale)
+            most, sink = e.variable(largest), e.variable(FLOAT(-math.inf))
+            count = e.sub(length, start)
+            with e.if_then(is_capped):
+                e.store(_emit_caps(e, weights, largest, count, softcap), most)
+            with e.if_then(has_sink):
+                of_head = e.plus(e.times(kv_head, group_size), member)
+                e.store(e.read(FLOAT, sinks, e.times(of_head, FLOAT_BYTES)), sink)
+                e.store(e.maximum(e.load(sink), e.load(most)), most)
+            total = e.variable(_emit_softmax(e, weights, e.load(most), count))
+            with e.if_then(has_sink):
+                weight = _exponential(e, e.fsub(e.load(sink), e.load(most)))
+                e.store(e.fadd(e.load(total), weight), total)
+            _emit_mean(e, key, weights, start, length, kv_bytes, head_bytes, target, e.load(total))
 
 
 def _emit_scores(
@@ -91,6 +107,30 @@ def _emit_scores(
     return e.load(most)
 
 
+def _emit_caps(e: Emitter, scores: Value, most: Value, count: Value, softcap: Value) -> Value:
+    """Turns every score s into softcap * tanh(s / softcap); returns that of the largest."""
+
+    def capped(lanes: Value) -> Value:
+        # tanh(x) = 1 - 2 / (e ** 2x + 1)
+        power = e.exponential(e.fmul(lanes, e.splat(e.fdiv(FLOAT(2.0), softcap))))
+        share = e.fdiv(e.splat(e.fmul(FLOAT(2.0), softcap)), e.fadd(power, e.splat(FLOAT(1.0))))
+        return e.fsub(e.splat(softcap), share)
+
+    whole = e.times(e.udiv(count, e.number(LANES)), LANES)
+    with e.loop(0, whole, LANES) as index:
+        at = e.times(index, FLOAT_BYTES)
+        e.write(capped(e.read(FLOATS, scores, at)), scores, at)
+    with e.loop(whole, count) as index:
+        at = e.times(index, FLOAT_BYTES)
+        lanes = capped(e.splat(e.read(FLOAT, scores, at)))
+        e.write(e.extract_element(lanes, INT32(0)), scores, at)
+    return e.extract_element(capped(e.splat(most)), INT32(0))
+
+
+def _exponential(e: Emitter, number: Value) -> Value:
+    return e.extract_element(e.exponential(e.splat(number)), INT32(0))
+
+
 def _emit_softmax(e: Emitter, scores: Value, most: Value, count: Value) -> Value:
     """Turns scores into their exponentials, less the largest; returns the sum of these."""
     whole = e.times(e.udiv(count, e.number(LANES)), LANES)
@@ -103,8 +143,7 @@ def _emit_softmax(e: Emitter, scores: Value, most: Value, count: Value) -> Value
     rest = e.variable(e.add_up(e.load(total)))
     with e.loop(whole, count) as index:
         at = e.times(index, FLOAT_BYTES)
-        lanes = e.exponential(e.splat(e.fsub(e.read(FLOAT, scores, at), most)))
-        weight = e.extract_element(lanes, INT32(0))
+        weight = _exponential(e, e.fsub(e.read(FLOAT, scores, at), most))
         e.write(weight, scores, at)
         e.store(e.fadd(e.load(rest), weight), rest)
     return e.load(rest)

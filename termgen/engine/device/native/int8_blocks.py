@@ -69,6 +69,20 @@ def quantize_rows(rows: torch.Tensor) -> Quantized:
     return Quantized(numbers.flatten(1), scale, low, row_scale)
 
 
+def keep_rows(
+    numbers: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, num_rows: int
+) -> Quantized:
+    """Rows whose blocks have numbers, scales and offsets already: numbers [n, BLOCK] uint8, scale
+    and low [n] float32, n = num_rows * columns / BLOCK. The latter two are rounded to 16 bits."""
+    scale, low = scale.view(num_rows, -1), low.view(num_rows, -1)
+    largest = torch.maximum(low.abs(), (low + LEVELS * scale).abs()).amax(1)
+    exponent = torch.frexp(largest).exponent.clamp(-125, 127)
+    row_scale = torch.ldexp(torch.ones_like(largest), exponent)
+    factor = row_scale.reciprocal()[:, None]
+    parts = (scale * factor).half(), (low * factor).half()
+    return Quantized(numbers.view(num_rows, -1), *parts, row_scale)
+
+
 def dequantize(quantized: Quantized) -> torch.Tensor:
     """[rows, columns] float32."""
     numbers, scale, low, row_scale = quantized

@@ -8,17 +8,21 @@ files, names or shapes beyond one tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from termgen.engine.device.quantization.mxfp4 import VALUES, ZERO_POWER
 from termgen.engine.gguf.gguf_file import GGMLType
 from termgen.errors import UnsupportedModelError
 
 CHUNK_ELEMENTS = 1 << 19
 """Elements dequantised at a time: what a chunk needs then stays in the processor's cache."""
+NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the four bits of IQ4_NL and IQ4_XS stand for."""
 
 
 def dequantize(
@@ -90,7 +94,7 @@ def _q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.mul_(_float16(blocks, 0)).add_(_float16(blocks, 2))
 
 
-def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+def fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     """32 bits, lowest first, each worth 16: uint8 [n, 4] -> uint8 [n, 32]."""
     shifts = torch.arange(8, dtype=torch.uint8)
     bits = (packed.unsqueeze(-1) >> shifts) & 1
@@ -100,16 +104,16 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
 def _q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
     # scale 2 | fifth bits 4 | 16 bytes of nibbles; offset by 16
     _nibbles(blocks[:, 6:], out)
-    out.add_(_fifth_bits(blocks[:, 2:6])).sub_(16).mul_(_float16(blocks, 0))
+    out.add_(fifth_bits(blocks[:, 2:6])).sub_(16).mul_(_float16(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
     # scale 2 | minimum 2 | fifth bits 4 | 16 bytes of nibbles
     _nibbles(blocks[:, 8:], out)
-    out.add_(_fifth_bits(blocks[:, 4:8])).mul_(_float16(blocks, 0)).add_(_float16(blocks, 2))
+    out.add_(fifth_bits(blocks[:, 4:8])).mul_(_float16(blocks, 0)).add_(_float16(blocks, 2))
 
 
-def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight 6-bit scales and eight 6-bit minima from 12 bytes: two uint8 [n, 8].
 
     Bytes 0-3: scales 0-3 in the low six bits, upper bits of scales 4-7 above them.
@@ -123,7 +127,7 @@ def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _k_affine(blocks: torch.Tensor, quants: torch.Tensor) -> None:
     """Scale `quants` float32 [n, 8, 32] by the header both K types share: d, dmin, scales."""
-    scales, minima = _k_scales(blocks[:, 4:16])
+    scales, minima = k_scales(blocks[:, 4:16])
     quants.mul_((_float16(blocks, 0) * scales).unsqueeze(-1))
     quants.sub_((_float16(blocks, 2) * minima).unsqueeze(-1))
 
@@ -133,6 +137,36 @@ def _k_nibbles(packed: torch.Tensor, quants: torch.Tensor) -> None:
     packed = packed.reshape(-1, 4, 32)
     quants[:, 0::2] = packed & 15
     quants[:, 1::2] = packed >> 4
+
+
+def _two_bits(packed: torch.Tensor) -> torch.Tensor:
+    """64 bytes [n, 64] to [n, 2, 4, 32]: each 32 bytes hold four runs, lowest bits first."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 4, 1)
+    return (packed.reshape(-1, 2, 1, 32) >> shifts) & 3
+
+
+def _q2_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # scales 16, with minima in the upper nibbles | 64 bytes of two bits | d 2 | dmin 2
+    out.view(-1, 2, 4, 32).copy_(_two_bits(blocks[:, 16:80]))
+    quants = out.view(-1, 16, 16)
+    scales = blocks[:, :16]
+    quants.mul_((_float16(blocks, 80) * (scales & 15)).unsqueeze(-1))
+    quants.sub_((_float16(blocks, 82) * (scales >> 4)).unsqueeze(-1))
+
+
+def _q3_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # third bits 32 | 64 bytes of two bits | scales 12 | d 2. A third bit that is not set takes 4
+    # away. Scales: eight bytes with the low nibbles of two each, four with the upper bits of four.
+    quants = out.view(-1, 8, 32)
+    quants.copy_(_two_bits(blocks[:, 32:96]).view(-1, 8, 32))
+    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    quants.sub_(((~blocks[:, None, :32] >> shifts) & 1) << 2)
+    packed = blocks[:, 96:108]
+    low = torch.cat((packed[:, :8] & 15, packed[:, :8] >> 4), 1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 4, 1)
+    upper = ((packed[:, None, 8:] >> shifts) & 3).view(-1, 16)
+    scales = _float16(blocks, 108) * ((low | (upper << 4)).float() - 32)
+    out.view(-1, 16, 16).mul_(scales.unsqueeze(-1))
 
 
 def _q4_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -167,6 +201,53 @@ def _q6_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.view(-1, 16, 16).mul_(scales.unsqueeze(-1))
 
 
+@functools.cache
+def _nonlinear() -> torch.Tensor:
+    return torch.tensor(NONLINEAR, dtype=torch.float32)
+
+
+def _nonlinear_values(packed: torch.Tensor, out: torch.Tensor) -> None:
+    """Low halves of `packed` [n, 16] to the first columns of `out` [n, 32], high halves to the
+    others, as the numbers that they stand for."""
+    halves = torch.cat((packed & 15, packed >> 4), 1)
+    out.copy_(_nonlinear().index_select(0, halves.flatten().int()).view(out.shape))
+
+
+def _iq4_nl(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # scale 2 | 16 bytes of nibbles
+    _nonlinear_values(blocks[:, 2:], out)
+    out.mul_(_float16(blocks, 0))
+
+
+def _iq4_xs(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # d 2 | upper bits of eight scales 2 | their low nibbles 4 | 128 bytes of nibbles
+    runs = out.view(-1, 32)
+    _nonlinear_values(blocks[:, 8:].reshape(-1, 16), runs)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 4)
+    upper = ((blocks[:, 2:4].unsqueeze(-1) >> shifts) & 3).view(-1, 8)
+    packed = blocks[:, 4:8].unsqueeze(-1)
+    low = torch.cat((packed & 15, packed >> 4), 2).view(-1, 8)
+    scales = _float16(blocks, 0) * ((low | (upper << 4)).float() - 32)
+    out.view(-1, 8, 32).mul_(scales.unsqueeze(-1))
+
+
+@functools.cache
+def _mxfp4_tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """The two numbers of each byte [256, 2], and the factor of each scale [256]."""
+    values = [value + 0.0 for value in VALUES]  # one zero, without a sign
+    pairs = [(values[byte & 15], values[byte >> 4]) for byte in range(256)]
+    powers = [2.0 ** (scale - ZERO_POWER) for scale in range(256)]
+    return torch.tensor(pairs, dtype=torch.float32), torch.tensor(powers, dtype=torch.float32)
+
+
+def _mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    # power of two 1 | 16 bytes of nibbles: byte j has numbers j and j + 16
+    pairs, powers = _mxfp4_tables()
+    values = pairs.index_select(0, blocks[:, 1:].flatten().int()).view(-1, 16, 2)
+    out.view(-1, 2, 16).copy_(values.transpose(1, 2))
+    out.mul_(powers.index_select(0, blocks[:, 0].int()).unsqueeze(-1))
+
+
 _EXPANDERS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "F32": _f32,
     "F16": _f16,
@@ -176,8 +257,13 @@ _EXPANDERS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
 SUPPORTED_TYPES = tuple(_EXPANDERS)

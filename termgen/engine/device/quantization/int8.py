@@ -14,15 +14,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from termgen.engine.device.layers.linear import LinearSpec
-from termgen.engine.device.layers.weight_slot import empty_parameter
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.native import why_unusable
 from termgen.engine.device.native.int8_blocks import (
     BLOCK,
     TILE,
     Int8Blocks,
     Quantized,
+    keep_rows,
     quantize_rows,
 )
+from termgen.engine.device.quantization.affine_blocks import KINDS, affine
 from termgen.errors import ConfigError
 
 _MOST_ROWS = 48
@@ -38,8 +40,11 @@ _memory = threading.local()
 class Int8Linear(nn.Module):
     """LinearMethod: 8 bits a number, and 32 bits for every 32 of them.
 
-    A tied embedding needs no second copy: `embed` looks rows up in the quantized head.
+    A tied embedding needs no second copy: `embed` looks rows up in the quantized head. Blocks of a
+    GGUF file keep their numbers, where their type has no more scales than that.
     """
+
+    kinds = KINDS
 
     def __init__(self, spec: LinearSpec) -> None:
         super().__init__()
@@ -51,32 +56,55 @@ class Int8Linear(nn.Module):
             )
         self._spec = spec
         self._padding = -spec.in_features % BLOCK
-        num_blocks = (spec.in_features + self._padding) // BLOCK
-        kinds = (
-            ((spec.out_features, num_blocks * BLOCK), torch.uint8),
-            ((spec.out_features, num_blocks), torch.float16),
-            ((spec.out_features, num_blocks), torch.float16),
-            ((spec.out_features,), torch.float32),
-        )
-        self.parts: nn.ParameterList | None = nn.ParameterList(
-            empty_parameter(*shape, dtype=dtype, device=spec.device) for shape, dtype in kinds
-        )
-        """The fields of `Quantized`, until `finalize`."""
+        self._parts: Quantized | None = None
+        """The rows while they are loaded: a matrix is packed with its last one, so few at a time
+        take the memory of both forms."""
+        self._num_missing = spec.out_features
         self._blocks: Int8Blocks | None = None
         self._most_rows = -1 if why_unusable() else _MOST_ROWS
 
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
-        assert self.parts is not None, "loading into a finalized layer"
         for rows in torch.split(tensor, max(1, _PART_NUMBERS // tensor.shape[1])):
-            for part, loaded in zip(self.parts, quantize_rows(self._padded(rows)), strict=True):
-                part[first_row : first_row + len(rows)].copy_(loaded)
+            self._take(quantize_rows(self._padded(rows)), first_row)
             first_row += len(rows)
 
+    def load_stored(self, rows: StoredRows, first_row: int) -> None:
+        assert not self._padding, "blocks of a file are whole"
+        self._take(keep_rows(*affine(rows), len(rows.blocks)), first_row)
+
+    def _take(self, loaded: Quantized, first_row: int) -> None:
+        """Rows may come in any order, each once."""
+        if self._parts is None:
+            self._parts = self._empty_parts()
+        num_rows = len(loaded.row_scale)
+        for part, rows in zip(self._parts, loaded, strict=True):
+            part[first_row : first_row + num_rows].copy_(rows)
+        self._num_missing -= num_rows
+        assert self._num_missing >= 0, "loaded twice"
+        if not self._num_missing:
+            self._pack(self._parts)
+            self._parts = None
+
+    def _empty_parts(self) -> Quantized:
+        num_rows = self._spec.out_features
+        num_blocks = (self._spec.in_features + self._padding) // BLOCK
+        return Quantized(
+            torch.empty(num_rows, num_blocks * BLOCK, dtype=torch.uint8),
+            torch.empty(num_rows, num_blocks, dtype=torch.float16),
+            torch.empty(num_rows, num_blocks, dtype=torch.float16),
+            torch.empty(num_rows),
+        )
+
+    def _pack(self, parts: Quantized) -> None:
+        # What is not finite shows in the one parameter of floats.
+        is_finite = parts.scale.isfinite().all(1) & parts.low.isfinite().all(1)
+        parts.row_scale.masked_fill_(~is_finite, float("nan"))
+        self._blocks = Int8Blocks(parts)
+        self.tiles = self._blocks.tiles  # counts as a weight
+        self.row_scale = nn.Parameter(self._blocks.row_scale, requires_grad=False)
+
     def finalize(self) -> None:
-        assert self.parts is not None, "finalized before"
-        self._blocks = Int8Blocks(Quantized(*(part.detach() for part in self.parts)))
-        self.tiles, self.row_scale = self._blocks.tiles, self._blocks.row_scale  # count as weights
-        self.parts = None
+        assert self._blocks is not None, "not all rows were loaded"
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         blocks, dtype = self._blocks, x.dtype

@@ -17,12 +17,12 @@ import torch
 
 from termgen.config import EngineConfig
 from termgen.engine.device import native
-from termgen.engine.device.attention.base import AttentionBackend, AttentionShape
-from termgen.engine.device.attention.registry import make_backend
+from termgen.engine.device.attention.base import AttentionShape
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.kernels.gemm.tuned_tables import TunedTables
-from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
+from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
 from termgen.engine.device.loader import load_model_config, open_checkpoint
 from termgen.engine.device.loader.transformers_weights import build_transformers_model
@@ -31,6 +31,8 @@ from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.pieces import PiecewiseModel
 from termgen.engine.device.models.registry import build_model, check_memory
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
+from termgen.engine.device.recurrent.base import GatedDeltaNet
+from termgen.engine.device.recurrent.torch_delta import TorchGatedDelta
 from termgen.engine.device.runner import resolve
 from termgen.engine.device.runner.cuda_graphs import CudaRecorder, FullGraphs, RecordingError
 from termgen.engine.device.runner.dispatch import (
@@ -40,12 +42,14 @@ from termgen.engine.device.runner.dispatch import (
     most_recorded_tokens,
     piecewise_sizes,
 )
+from termgen.engine.device.runner.make_attention import make_attention
 from termgen.engine.device.runner.memory import MemoryAccount, MemoryMeter, make_meter, weight_bytes
 from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.piecewise_graphs import Recorder
 from termgen.engine.device.runner.tuning import make_tables, report_tuned
 from termgen.engine.device.runner.warm_up import dummy_run, run_largest_steps, warm_up
 from termgen.errors import ConfigError, ModelNotFoundError
+from termgen.vocabulary.cache_groups import tokens_held
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.sampling_params import MAX_EOS_IDS
 from termgen.vocabulary.startup_phases import (
@@ -81,14 +85,13 @@ def build_runner(
         torch.set_num_threads(resolve.resolve_threads(config.threads))
     model_config = load_model_config(path, model_impl=config.model_impl)
     limits = resolve.resolve_limits(config, model_config, device)
+    model_config = model_config.for_positions(limits.max_model_len)
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
     quantization = resolve.resolve_quantization(config, model_config, device)
     memory = MemoryAccount(meter_for(device), config, where=str(device))
     memory.check_others()
     with memory.making("workspace"):
-        attention, shape, passed_over = make_backend(
-            config.attention_backend, _attention_shape(config, model_config, limits, dtype, device)
-        )
+        attention, shape, passed_over = make_attention(config, model_config, limits, dtype, device)
     if passed_over and device.type == "cuda":  # a CPU has no faster backend
         logger.warning("%s; using %s", passed_over, attention.name)
 
@@ -99,8 +102,9 @@ def build_runner(
     progress = report(LOADING_WEIGHTS)
     with memory.loading_weights(str(dtype).removeprefix("torch.")):
         tuned = make_tables(device)
+        recurrent = make_recurrent(model_config, limits, device)
         model = load_model(
-            config, path, model_config, attention, shape, progress, quantization, tuned
+            config, path, model_config, attention, shape, progress, quantization, tuned, recurrent
         )
     memory.weights = weight_bytes(model)
     with memory.making("workspace"):
@@ -143,7 +147,7 @@ def build_runner(
     log_implementation(runner)
     ledger = memory.ledger(
         kv_bytes=kv_bytes,
-        kv_tokens=(num_blocks - 1) * runner.block_size,
+        kv_tokens=tokens_held(num_blocks - 1, runner.block_size, attention.windows),
         are_graphs_made=not runner.graphs.num_waiting,
     )
     logger.info("%s", ledger)
@@ -154,32 +158,11 @@ def build_runner(
     return runner, info
 
 
-def _attention_shape(
-    config: EngineConfig,
-    model: ModelConfig,
-    limits: resolve.Limits,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionShape:
-    return AttentionShape(
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        windows=tuple(dict.fromkeys(model.layer_windows)),
-        block_size=config.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_tokens=limits.max_num_batched_tokens,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype(config.kv_cache_dtype, dtype),
-        device=device,
-    )
-
-
 def _make_runner(
     config: EngineConfig,
     model: CausalDecoder | TransformersDecoder,
     model_config: ModelConfig,
-    attention: AttentionBackend,
+    attention: GroupedAttention,
     shape: AttentionShape,
     limits: resolve.Limits,
 ) -> ModelRunner:
@@ -198,6 +181,7 @@ def _make_runner(
         num_eos_ids=MAX_EOS_IDS,
         spins=resolve.resolve_wait(config.device_wait),
         debug=config.debug,
+        caches_states=config.enable_prefix_caching,
     )
 
 
@@ -211,13 +195,15 @@ def _size_kv_cache(
         bytes_per_block=bytes_per_block,
         max_model_len=max_model_len,
         kv_bytes=2 * bytes_per_block,
-        num_tensors=len(runner.kv_caches),
+        num_tensors=runner.attention.num_tensors,
+        windows=runner.attention.windows,
     )
     return num_blocks, memory.fit_max_model_len(
         max_model_len,
         num_blocks=num_blocks,
         block_size=block_size,
         bytes_per_block=bytes_per_block,
+        windows=runner.attention.windows,
     )
 
 
@@ -241,6 +227,9 @@ def _describe(
         dtype=str(runner.dtype).removeprefix("torch."),
         num_blocks=num_blocks,
         block_size=runner.block_size,
+        windows=runner.attention.windows,
+        layers=tuple(len(group.layers) for group in runner.attention.groups),
+        state_places=runner.num_state_places,
         max_model_len=max_model_len,
         vocab_size=runner.config.vocab_size,
         attention_backend=runner.attention.name,
@@ -261,13 +250,15 @@ def load_model(
     config: EngineConfig,
     path: Path,
     model_config: ModelConfig,
-    attention: AttentionBackend,
+    attention: GroupedAttention,
     shape: AttentionShape,
     on_progress: Callable[[float], None],
     quantization: str | None,
     tuned: TunedTables | None = None,
+    recurrent: GatedDeltaNet | None = None,
 ) -> CausalDecoder | TransformersDecoder:
     """Load a model, with termgen's own code or transformers'. tuned: products measured here.
+    recurrent: for models with recurrent layers.
 
     Raises ModelError or ConfigError.
     """
@@ -287,6 +278,7 @@ def load_model(
             attention=attention,
             ops=_make_ops(shape),
             tuned=tuned,
+            recurrent=recurrent,
         )
         if checkpoint is None:
             load_dummy(model, config.seed)
@@ -300,7 +292,7 @@ def _load_transformers_model(
     config: EngineConfig,
     path: Path,
     model_config: ModelConfig,
-    attention: AttentionBackend,
+    attention: GroupedAttention,
     shape: AttentionShape,
 ) -> TransformersDecoder:
     if config.quantization not in ("auto", "none"):
@@ -328,6 +320,27 @@ def _load_transformers_model(
     return model
 
 
+def make_recurrent(
+    model: ModelConfig, limits: resolve.Limits, device: torch.device
+) -> GatedDeltaNet | None:
+    """What computes a model's recurrent layers; None for a model without any."""
+    linear = model.linear
+    if linear is None:
+        return None
+    shape = GatedDeltaShape(
+        num_k_heads=linear.num_k_heads,
+        num_v_heads=linear.num_v_heads,
+        k_dim=linear.k_dim,
+        v_dim=linear.v_dim,
+    )
+    if why_unusable(device):
+        return TorchGatedDelta(shape)
+    from termgen.engine.device.recurrent.triton_delta import TritonGatedDelta  # may be missing
+
+    rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    return TritonGatedDelta(shape, max_rows=rows, max_tokens=tokens, device=device)
+
+
 def _make_ops(shape: AttentionShape) -> LayerOps:
     if shape.device.type == "cpu" and not native.why_unusable():
         from termgen.engine.device.layers.native_ops import NativeOps  # llvmlite may be missing
@@ -348,7 +361,7 @@ def choose_graphs(
     limits: resolve.Limits,
     *,
     device_type: str,
-    attention: AttentionBackend,
+    attention: GroupedAttention,
     model: object,
 ) -> CudaGraphDispatcher:
     """The sizes of each kind of recording, or the reason for none.
@@ -359,6 +372,8 @@ def choose_graphs(
     mode = config.cudagraph_mode
     graph_modes = attention.capabilities.graph_modes
     has_pieces = "PIECEWISE" in graph_modes and isinstance(model, PiecewiseModel)
+    if isinstance(model, CausalDecoder) and not model.can_be_cut:
+        has_pieces = False
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
 
     def none(reason: str) -> CudaGraphDispatcher:

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from termgen.engine.device.attention.base import AttentionMetadata
+from termgen.engine.device.attention.groups import by_group
 from termgen.engine.device.kernels import why_unusable
+from termgen.engine.device.recurrent.base import RecurrentMetadata
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import StepPlan
@@ -29,7 +31,10 @@ class InputBatch:
     positions: torch.Tensor  # [T] int64
     logits_indices: torch.Tensor | None
     """[B] int64, each row's last token; None where each row has one."""
-    metadata: AttentionMetadata
+    metadata: tuple[AttentionMetadata, ...]
+    """One for each group of layers."""
+    recurrent: RecurrentMetadata | None = None
+    """For models with recurrent layers."""
 
     def last_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """[T, ...] -> [B, ...]: the values of each row's last token."""
@@ -40,19 +45,28 @@ class InputBuffers:
     """Persistent buffers and the computation that fills them."""
 
     def __init__(
-        self, *, max_num_tokens: int, max_num_seqs: int, block_size: int, device: torch.device
+        self,
+        *,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
+        is_recurrent: bool = False,
     ) -> None:
+        self._is_recurrent = is_recurrent
         self.block_size = block_size
         self.fused = not why_unusable(device)
         """True if one kernel replaces many torch operations."""
-        self._block_table: torch.Tensor | None = None  # [rows, max_blocks], where it is used
+        # [groups, rows, max_blocks], where it is used
+        self._block_tables: torch.Tensor | None = None
 
-        def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
+        def buffer(size: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.input_ids = buffer(max_num_tokens, torch.int32)
         self.positions = buffer(max_num_tokens, torch.int64)
-        self.slot_mapping = buffer(max_num_tokens, torch.int64)
+        self.slot_mappings = buffer((num_groups, max_num_tokens), torch.int64)
         self.query_start_loc = buffer(max_num_seqs + 1, torch.int32)
         self.seq_lens = buffer(max_num_seqs, torch.int32)
         self.arange = torch.arange(max(max_num_tokens, max_num_seqs) + 1, device=device)
@@ -104,21 +118,18 @@ class InputBuffers:
         positions = self.positions[:total]
         positions.copy_(((computed - ends + num_tokens)[row] + tokens) * is_live)
         token_slots = slots[row].masked_fill_(~is_live, state.pad_row)
-        input_ids, slot_mapping = self._fill_tokens(token_slots, positions, state)
-        metadata = AttentionMetadata(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=state.block_table[slots, : self._num_blocks(max_seq_len)],
-            slot_mapping=slot_mapping,
+        input_ids = self._fill_tokens(token_slots, positions, state)
+        metadata = self.metadata(
+            state.block_tables[:, slots, : self._num_blocks(max_seq_len)],
             num_rows=num_rows,
             num_tokens=total,
             num_decodes=num_decodes,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            block_size=self.block_size,
         )
         last = (ends - 1).clamp_(min=0)
-        return InputBatch(slots, num_tokens, input_ids, positions, last, metadata)
+        recurrent = self._recurrent(slots, state, metadata[0])
+        return InputBatch(slots, num_tokens, input_ids, positions, last, metadata, recurrent)
 
     def prepare_decode(
         self,
@@ -136,18 +147,13 @@ class InputBuffers:
         num_rows = slots.shape[0]
         num_blocks = self._num_blocks(max_seq_len)
         fill = self._fill_fused if self.fused else self._fill_with_torch
-        block_table = fill(slots, num_tokens, state, num_blocks)
-        metadata = AttentionMetadata(
-            query_start_loc=self.query_start_loc[: num_rows + 1],
-            seq_lens=self.seq_lens[:num_rows],
-            block_table=block_table,
-            slot_mapping=self.slot_mapping[:num_rows],
+        metadata = self.metadata(
+            fill(slots, num_tokens, state, num_blocks),
             num_rows=num_rows,
             num_tokens=num_rows,
             num_decodes=num_rows,
             max_query_len=1,
             max_seq_len=max_seq_len,
-            block_size=self.block_size,
         )
         return InputBatch(
             slots,
@@ -156,7 +162,53 @@ class InputBuffers:
             self.positions[:num_rows],
             None,
             metadata,
+            self._recurrent(slots, state, metadata[0]),
         )
+
+    def _recurrent(
+        self, slots: torch.Tensor, state: RequestState, metadata: AttentionMetadata
+    ) -> RecurrentMetadata | None:
+        """What recurrent layers continue: the state of a row lies at its place among the request
+        rows. A row that has computed nothing starts from zeros."""
+        if not self._is_recurrent:
+            return None
+        computed = state.num_computed[slots]
+        return RecurrentMetadata(
+            query_start_loc=metadata.query_start_loc,
+            slots=slots.int(),
+            positions=computed.int(),
+            has_state=computed > 0,
+            num_rows=metadata.num_rows,
+            num_tokens=metadata.num_tokens,
+            num_decodes=metadata.num_decodes,
+            max_query_len=metadata.max_query_len,
+        )
+
+    def metadata(
+        self,
+        block_tables: torch.Tensor,  # [groups, B, max_blocks]
+        *,
+        num_rows: int,
+        num_tokens: int,
+        num_decodes: int | None,
+        max_query_len: int,
+        max_seq_len: int,
+    ) -> tuple[AttentionMetadata, ...]:
+        """The metadata of each group, over the buffers as they are filled now."""
+        slot_mappings = self.slot_mappings[:, :num_tokens]
+        metadata = AttentionMetadata(
+            query_start_loc=self.query_start_loc[: num_rows + 1],
+            seq_lens=self.seq_lens[:num_rows],
+            block_table=block_tables[0],
+            slot_mapping=slot_mappings[0],
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            block_size=self.block_size,
+        )
+        return by_group(metadata, block_tables, slot_mappings)
 
     def _fill_with_torch(
         self,
@@ -165,14 +217,15 @@ class InputBuffers:
         state: RequestState,
         num_blocks: int,
     ) -> torch.Tensor:
-        """Fill the buffers for one token per row; returns the rows' block ids [B, num_blocks]."""
+        """Fill the buffers for one token per row; returns the rows' block ids
+        [groups, B, num_blocks]."""
         num_rows = len(slots)
         positions = self.positions[:num_rows]
         positions.copy_(state.num_computed[slots])
         self._fill_tokens(slots, positions, state)
         self.seq_lens[:num_rows].copy_((positions + 1) * num_tokens)
         self.query_start_loc[: num_rows + 1].copy_(self.arange[: num_rows + 1])
-        return state.block_table[slots, :num_blocks]
+        return state.block_tables[:, slots, :num_blocks]
 
     def _fill_fused(
         self,
@@ -186,43 +239,44 @@ class InputBuffers:
         from termgen.engine.device.kernels.rows.step_ends import prepare_decode
 
         num_rows = len(slots)
-        if self._block_table is None:
-            shape = (len(self.seq_lens), state.block_table.shape[1])
-            self._block_table = torch.zeros(shape, dtype=torch.int32, device=slots.device)
-        block_table = self._block_table[:num_rows]
+        if self._block_tables is None:
+            num_groups, _, width = state.block_tables.shape
+            shape = (num_groups, len(self.seq_lens), width)
+            self._block_tables = torch.zeros(shape, dtype=torch.int32, device=slots.device)
+        block_tables = self._block_tables[:, :num_rows]
         prepare_decode(
             slots,
             num_tokens,
             num_computed=state.num_computed,
             finished=state.finished,
             token_ids=state.token_ids,
-            state_table=state.block_table,
+            state_tables=state.block_tables,
             block_size=self.block_size,
             input_ids=self.input_ids[:num_rows],
             positions=self.positions[:num_rows],
-            slot_mapping=self.slot_mapping[:num_rows],
+            slot_mappings=self.slot_mappings[:, :num_rows],
             seq_lens=self.seq_lens[:num_rows],
             query_start_loc=self.query_start_loc[: num_rows + 1],
-            block_table=block_table,
+            block_tables=block_tables,
         )
-        return block_table[:, :num_blocks]
+        return block_tables[:, :, :num_blocks]
 
     def _fill_tokens(
         self,
         slots: torch.Tensor,  # [T] int64, the slot of each token
         positions: torch.Tensor,  # [T] int64
         state: RequestState,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids [T] and where their KV goes [T]."""
+    ) -> torch.Tensor:
+        """Token ids [T]; fills in where their KV goes, by group."""
         input_ids = self.input_ids[: len(slots)]
         input_ids.copy_(state.token_ids[slots, positions])
-        block = state.block_table[slots, positions // self.block_size].long()
+        block = state.block_tables[:, slots, positions // self.block_size].long()
         # A row that stopped on the device may still be in a plan made before the host knew:
         # it writes to the null block. So do padded rows.
         block *= ~state.finished[slots]
-        slot_mapping = self.slot_mapping[: len(slots)]
-        torch.add(block * self.block_size, positions % self.block_size, out=slot_mapping)
-        return input_ids, slot_mapping
+        slot_mappings = self.slot_mappings[:, : len(slots)]
+        torch.add(block * self.block_size, positions % self.block_size, out=slot_mappings)
+        return input_ids
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -22,6 +22,7 @@ from torch import nn
 
 from termgen.config import EngineConfig
 from termgen.errors import ConfigError, ModelError
+from termgen.vocabulary.cache_groups import blocks_of_context, longest_context
 from termgen.vocabulary.memory_ledger import GIB, MIB, MemoryLedger, size
 
 CPU_KV_BYTES = GIB
@@ -282,8 +283,10 @@ class MemoryAccount:
         max_model_len: int,
         kv_bytes: int,
         num_tensors: int,
+        windows: tuple[int | None, ...] = (None,),
     ) -> int:
-        """Number of KV blocks, the null block included.
+        """Number of KV blocks, the null block included. windows: of each group of
+        layers, as in `DeviceInfo`.
 
         Raises ConfigError naming the setting to change if they do not fit.
         """
@@ -300,10 +303,10 @@ class MemoryAccount:
         elif self._meter.counts_tensors:
             wanted = room
         else:
-            one_context = _blocks_of(max_model_len, block_size) * bytes_per_block
+            one_context = _blocks_of(max_model_len, block_size, windows) * bytes_per_block
             wanted = min(max(CPU_KV_BYTES, one_context), room // 2)
-        if wanted // bytes_per_block < 2:
-            raise self._no_room(room, bytes_per_block)
+        if wanted // bytes_per_block < 1 + len(windows):
+            raise self._no_room(room, (1 + len(windows)) * bytes_per_block)
         return wanted // bytes_per_block
 
     @contextmanager
@@ -321,19 +324,26 @@ class MemoryAccount:
             ) from error
 
     def fit_max_model_len(
-        self, max_model_len: int, *, num_blocks: int, block_size: int, bytes_per_block: int
+        self,
+        max_model_len: int,
+        *,
+        num_blocks: int,
+        block_size: int,
+        bytes_per_block: int,
+        windows: tuple[int | None, ...] = (None,),
     ) -> int:
         """The context a KV cache of this size can hold for one request.
 
         A longer context from the settings is an error; the model's own is reduced to fit.
         """
         config = self._config
-        capacity = (num_blocks - 1) * block_size + 1  # the last token's KV is never stored
+        # The last token's KV is never stored.
+        capacity = longest_context(num_blocks - 1, block_size, windows) + 1
         if capacity >= max_model_len:
             return max_model_len
         if config.max_model_len is None:
             return capacity
-        needed = _blocks_of(max_model_len, block_size) * bytes_per_block
+        needed = _blocks_of(max_model_len, block_size, windows) * bytes_per_block
         setting = self._kv_setting()
         raises = setting if setting != "gpu_memory_utilization" else f"{setting} or kv_cache_gib"
         raise ConfigError(
@@ -418,11 +428,11 @@ class MemoryAccount:
             param=param,
         )
 
-    def _no_room(self, room: int, bytes_per_block: int) -> ConfigError:
+    def _no_room(self, room: int, least_bytes: int) -> ConfigError:
         if not self._is_sized_by_share:
             return ConfigError(
                 f"no room for a KV cache on {self._where}: its smallest size is "
-                f"{size(2 * bytes_per_block)} and {size(max(0, room))} may be used; raise "
+                f"{size(least_bytes)} and {size(max(0, room))} may be used; raise "
                 "kv_cache_gib, or free memory",
                 param="kv_cache_gib",
             )
@@ -440,9 +450,9 @@ class MemoryAccount:
         )
 
 
-def _blocks_of(num_tokens: int, block_size: int) -> int:
+def _blocks_of(num_tokens: int, block_size: int, windows: tuple[int | None, ...]) -> int:
     """Blocks for one request of this length, and the null block."""
-    return -(-(num_tokens - 1) // block_size) + 1
+    return blocks_of_context(num_tokens - 1, block_size, windows) + 1
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from termgen.engine.device.attention.base import (
-    AttentionBackend,
-    ForwardContext,
-    empty_kv_cache,
-)
+from termgen.engine.device.attention.base import ForwardContext
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels import why_unusable
-from termgen.engine.device.models.decoder import CausalDecoder, one_layer_of_each_kind
+from termgen.engine.device.kernels.kv_cache import fill_with_nan
+from termgen.engine.device.models.decoder import CausalDecoder
+from termgen.engine.device.models.rehearsal import one_layer_of_each_kind
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
+from termgen.engine.device.recurrent.base import GatedDeltaState, RecurrentStep, empty_state
 from termgen.engine.device.runner.async_output import (
     AsyncOutput,
     DeviceClock,
@@ -52,10 +52,12 @@ from termgen.engine.device.runner.dispatch import (
 )
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers, RowHeader
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
+from termgen.engine.device.runner.prompt_logprobs import prompt_logprobs
 from termgen.engine.device.runner.request_state import RequestState
-from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logprobs
+from termgen.engine.device.sampling.logprobs import gather_logprobs
 from termgen.engine.device.sampling.sampler import Sampler
 from termgen.engine.device.sampling.token_ring import TokenRing
+from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 from termgen.vocabulary.step import SamplingNeeds, StepPlan
 
@@ -85,7 +87,7 @@ class ModelRunner:
         self,
         model: CausalDecoder | TransformersDecoder,
         model_config: ModelConfig,
-        attention: AttentionBackend,
+        attention: GroupedAttention,
         *,
         dtype: torch.dtype,
         kv_cache_dtype: torch.dtype,
@@ -97,8 +99,10 @@ class ModelRunner:
         num_eos_ids: int,
         spins: bool = False,
         debug: bool = False,
+        caches_states: bool = True,
     ) -> None:
-        """spins: never sleep while a recorded step runs. debug: check addresses at every replay."""
+        """spins: never sleep while a recorded step runs. debug: check addresses at every replay.
+        caches_states: have room for as many copies of recurrent states as there are rows."""
         self.model = model
         self.config = model_config
         self.attention = attention
@@ -114,10 +118,17 @@ class ModelRunner:
         if not why_unusable(device):
             self.use_fused_sampler(max_num_seqs)
         self.kv_caches: list[torch.Tensor] = []
+        self.recurrent = model.recurrent if isinstance(model, CausalDecoder) else None
+        self.states: list[GatedDeltaState] = []
+        """One for each recurrent layer: the states of all request rows, and copies behind them."""
+        is_cached = self.recurrent is not None and caches_states
+        self.num_state_places = max_num_seqs if is_cached else 0
         self.state = RequestState(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_blocks=-(-max_model_len // block_size),
+            num_groups=len(attention.groups),
+            is_recurrent=self.recurrent is not None,
             vocab_size=model_config.vocab_size,
             num_eos_ids=num_eos_ids,
             device=device,
@@ -127,6 +138,8 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             block_size=block_size,
             device=device,
+            num_groups=len(attention.groups),
+            is_recurrent=self.recurrent is not None,
         )
         self._copy_stream = make_copy_stream(device)
         self._clock = None
@@ -169,25 +182,23 @@ class ModelRunner:
         return self._late_compiles if self._late_compiles is not None else nullcontext()
 
     def bytes_per_block(self) -> int:
-        """KV bytes of one block over all layers."""
-        c = self.config
-        numbers = 2 * self.block_size * c.num_kv_heads * c.head_dim * c.num_layers
-        return numbers * self.kv_cache_dtype.itemsize
+        """KV bytes of one block over all layers of a group."""
+        return self.attention.bytes_per_block(self.block_size, self.kv_cache_dtype)
 
     def init_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the paged KV cache, block 0 being the null block. Zeroed: no NaN to read."""
+        """Allocate the paged KV cache, block 0 being the null block, and the states of recurrent
+        layers, where there are none yet. Zeroed: no NaN to read."""
         self.kv_caches = []  # drop the old one first
-        self.kv_caches = [
-            empty_kv_cache(
-                self.attention,
-                self._zeros,
-                num_blocks=num_blocks,
-                block_size=self.block_size,
-                num_kv_heads=self.config.num_kv_heads,
-                head_dim=self.config.head_dim,
-            )
-            for _ in range(self.config.num_layers)
-        ]
+        self.kv_caches = self.attention.empty_caches(
+            self._zeros, num_blocks=num_blocks, block_size=self.block_size
+        )
+        if self.recurrent is not None and not self.states:
+            assert self.config.linear is not None
+            shape, num_slots = self.recurrent.shape, self.state.pad_row + 1 + self.num_state_places
+            self.states = [
+                empty_state(self._empty, shape, num_slots=num_slots, dtype=self.dtype)
+                for _ in self.config.linear.layers
+            ]
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self.device.type != "cpu":
@@ -197,6 +208,9 @@ class ModelRunner:
         dtype = self.kv_cache_dtype
         size = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def make_graphs(self, dispatcher: CudaGraphDispatcher) -> FullGraphs:
         """An empty set of recordings of this runner's steps.
@@ -249,6 +263,8 @@ class ModelRunner:
         yield from self.model.named_buffers("model")
         for layer, cache in enumerate(self.kv_caches):
             yield f"kv_caches[{layer}]", cache
+        for layer, of_layer in enumerate(self.states):
+            yield from tensors_of(f"states[{layer}]", of_layer)
         yield from tensors_of("state", self.state)
         yield from tensors_of("state.edits", self.state.edits)
         yield from tensors_of("state.masks", self.state.masks)
@@ -291,6 +307,10 @@ class ModelRunner:
             start = clock.start() if clock is not None and clock.is_busy else None
             with torch.inference_mode(), self.watch_compiles():
                 self.state.update(plan)
+        if self.states:
+            self._copy_states(plan)
+        if plan.given_up is not None:
+            self._spoil(plan.given_up)
         dispatch = self.graphs.dispatch(plan)
         if plan.constrained is not None and not self.state.masks.is_awaited:
             with torch.inference_mode():
@@ -298,6 +318,30 @@ class ModelRunner:
         if clock is not None and start is None:
             start = clock.start()
         return Launch(plan, dispatch, started_ns, start)
+
+    @torch.inference_mode()
+    def _copy_states(self, plan: StepPlan) -> None:
+        """Copy the states of rows, then take those of new rows from copies made before."""
+        if plan.copied_slots is not None:
+            assert plan.copy_places is not None
+            self._move_states(plan.copied_slots, plan.copy_places)
+        found = [(row.state_place, row.slot) for row in plan.added if row.state_place >= 0]
+        if found:
+            self._move_states(*np.asarray(found, np.int32).T)
+
+    def _move_states(self, sources: IntArray, targets: IntArray) -> None:
+        both = self.state.upload(np.concatenate((sources, targets)).astype(np.int64))
+        source, target = both[: len(sources)], both[len(sources) :]
+        for state in self.states:
+            for tensor in (state.delta, state.conv):
+                tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+    @torch.inference_mode()
+    def _spoil(self, blocks: IntArray) -> None:
+        """Fill blocks with NaN: what reads them has an error to show."""
+        where = self.state.upload(blocks.astype(np.int64))
+        for cache in {id(cache): cache for cache in self.kv_caches}.values():
+            fill_with_nan(cache, where)
 
     def _run_model(self, plan: StepPlan, dispatch: Dispatch) -> ModelOutput:
         """Launch the model on a step that no recording samples."""
@@ -406,37 +450,9 @@ class ModelRunner:
         """[N, H] normed hidden states of the wanted tokens; None for all."""
         self.attention.prepare(batch.metadata)
         context = ForwardContext(batch.metadata, self.kv_caches, wanted)
+        if self.recurrent is not None:
+            assert batch.recurrent is not None
+            self.recurrent.prepare(batch.recurrent)
+            context.recurrent = RecurrentStep(batch.recurrent, self.states)
         hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, context)
         return hidden
-
-
-def prompt_logprobs(
-    plan: StepPlan,
-    hidden: torch.Tensor,  # [T, H]
-    state: RequestState,
-    compute_logits: Callable[[torch.Tensor], torch.Tensor],  # [N, H] -> [N, V]
-    gather: Callable[[torch.Tensor, torch.Tensor, int], LogprobTensors] = gather_logprobs,
-) -> LogprobTensors:
-    """Log-probabilities of the prompt tokens behind those in the plan's spans, in their order.
-
-    Such a step is never replayed: recordings keep only the hidden states of the rows' last tokens.
-    Logits are computed in chunks of at most a step's rows, for which memory is planned.
-    """
-    chunk_size = state.pad_row
-    ends = np.cumsum(plan.num_tokens)
-    parts = []
-    for row, start, count in plan.prompt_spans:
-        steps = np.arange(count, dtype=np.int64)
-        indices = ends[row] - plan.num_tokens[row] + steps
-        parts.append(np.stack((indices, np.full(count, plan.slots[row]), start + 1 + steps)))
-    indices, slots, positions = state.upload(np.concatenate(parts, axis=1).astype(np.int64))
-    targets = state.token_ids[slots, positions].long()
-    chunks = [
-        gather(
-            compute_logits(hidden[indices[at : at + chunk_size]]),
-            targets[at : at + chunk_size],
-            plan.max_prompt_logprobs,
-        )
-        for at in range(0, len(targets), chunk_size)
-    ]
-    return LogprobTensors(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))

@@ -15,6 +15,7 @@ size are replayed in the order of recording, and two sizes never at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
@@ -22,7 +23,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from termgen.engine.device.attention.base import AttentionBackend, AttentionMetadata, ForwardContext
+from termgen.engine.device.attention.base import ForwardContext
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.models.pieces import Carried, PiecewiseModel
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers, RowHeader
@@ -39,7 +41,7 @@ class PiecewiseGraphs:
     def __init__(
         self,
         model: object,
-        attention: AttentionBackend,
+        attention: GroupedAttention,
         kv_caches: list[torch.Tensor],
         *,
         config: ModelConfig,
@@ -64,9 +66,11 @@ class PiecewiseGraphs:
         self._replays: dict[int, list[Callable[[], None]]] = {}
         most = max(self.sizes, default=0)
         most_rows = self.max_rows(most)
-        heads = (most, config.num_heads, config.head_dim)
+        self._num_heads = config.num_heads
+        largest = max(config.kv_heads(layer)[1] for layer in range(config.num_layers))
+        numbers = most * config.num_heads * largest
         self.q, self.attended = (
-            torch.zeros(heads, dtype=dtype, device=state.device) for _ in range(2)
+            torch.zeros(numbers, dtype=dtype, device=state.device) for _ in range(2)
         )
         self.last_tokens = torch.zeros(most_rows, dtype=torch.int64, device=state.device)
         """[B]: index of each row's last token."""
@@ -78,6 +82,12 @@ class PiecewiseGraphs:
     def recorded(self) -> tuple[int, ...]:
         """The sizes recorded so far."""
         return tuple(self._replays)
+
+    def heads(self, memory: torch.Tensor, index: int, num_tokens: int) -> torch.Tensor:
+        """The queries of an attention, or its results, in `q` or `attended`:
+        [T, num_heads, head_dim]."""
+        shape = num_tokens, self._num_heads, self.model.head_dim(index)
+        return memory[: math.prod(shape)].view(shape)
 
     def max_rows(self, size: int) -> int:
         """Rows of the recordings of a size: as many as possible."""
@@ -109,8 +119,8 @@ class PiecewiseGraphs:
         first()
         context = ForwardContext(batch.metadata, self.kv_caches)
         num_tokens = plan.total_tokens
-        q, attended = self.q[:num_tokens], self.attended[:num_tokens]
         for index, piece in enumerate(others):
+            q, attended = (self.heads(all_, index, num_tokens) for all_ in (self.q, self.attended))
             self.model.attend(index, q, context, out=attended)
             piece()
         return batch, self.hidden[: plan.num_rows]
@@ -120,17 +130,14 @@ class PiecewiseGraphs:
         num_rows, num_tokens, buffers = plan.num_rows, plan.total_tokens, self.buffers
         slots, counts = self.header.rows(num_rows)
         max_seq_len = int((plan.num_computed + plan.num_tokens).max())
-        metadata = AttentionMetadata(
-            query_start_loc=buffers.query_start_loc[: num_rows + 1],
-            seq_lens=buffers.seq_lens[:num_rows],
-            block_table=self.state.block_table[slots, : -(-max_seq_len // buffers.block_size)],
-            slot_mapping=buffers.slot_mapping[:num_tokens],
+        num_blocks = -(-max_seq_len // buffers.block_size)
+        metadata = buffers.metadata(
+            self.state.block_tables[:, slots, :num_blocks],
             num_rows=num_rows,
             num_tokens=num_tokens,
             num_decodes=int(np.count_nonzero(plan.num_tokens == 1)),
             max_query_len=int(plan.num_tokens.max()),
             max_seq_len=max_seq_len,
-            block_size=buffers.block_size,
         )
         ids, positions = buffers.input_ids[:num_tokens], buffers.positions[:num_tokens]
         return InputBatch(slots, counts, ids, positions, self.last_tokens[:num_rows], metadata)
@@ -143,7 +150,6 @@ class _RecordedForward:
     def __init__(self, graphs: PiecewiseGraphs, size: int) -> None:
         self._graphs = graphs
         self._size = size
-        self._q, self._attended = graphs.q[:size], graphs.attended[:size]
         self._num_rows = graphs.max_rows(size)
         self._batch: InputBatch | None = None
         self._context: ForwardContext | None = None
@@ -169,17 +175,20 @@ class _RecordedForward:
     def first(self) -> None:
         assert self._batch is not None and self._context is not None
         ids, positions = self._batch.input_ids, self._batch.positions
-        self._carried, _ = self._graphs.model.first_piece(ids, positions, self._context, q=self._q)
+        q = self._graphs.heads(self._graphs.q, 0, self._size)
+        self._carried, _ = self._graphs.model.first_piece(ids, positions, self._context, q=q)
 
     def next(self, index: int) -> None:
         assert self._context is not None and self._carried is not None
-        self._graphs.model.next_piece(
-            index, self._attended, self._carried, self._context, q=self._q
-        )
+        graphs = self._graphs
+        attended = graphs.heads(graphs.attended, index, self._size)
+        q = graphs.heads(graphs.q, index + 1, self._size)
+        graphs.model.next_piece(index, attended, self._carried, self._context, q=q)
 
     def last(self) -> None:
         assert self._carried is not None
         graphs, num_rows = self._graphs, self._num_rows
         wanted = graphs.last_tokens[:num_rows]
-        hidden = graphs.model.last_piece(self._attended, self._carried, wanted)
+        attended = graphs.heads(graphs.attended, graphs.model.num_attentions - 1, self._size)
+        hidden = graphs.model.last_piece(attended, self._carried, wanted)
         graphs.hidden[:num_rows].copy_(hidden)

@@ -39,10 +39,13 @@ class RequestState:
         max_num_seqs: int,
         max_model_len: int,
         max_blocks: int,
+        num_groups: int = 1,
+        is_recurrent: bool = False,
         vocab_size: int,
         num_eos_ids: int,
         device: torch.device,
     ) -> None:
+        """is_recurrent: no token may be computed twice, as states would take it up twice."""
         rows = max_num_seqs + 1
         self.device = device
         self.vocab_size = vocab_size
@@ -57,7 +60,9 @@ class RequestState:
             return matrix, list(matrix[:, :rows])
 
         self.token_ids = torch.zeros((rows, max_model_len), dtype=torch.int32, device=device)
-        self.block_table = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)
+        tables = (num_groups, rows, max_blocks)
+        self.block_tables = torch.zeros(tables, dtype=torch.int32, device=device)
+        """One for each group of layers."""
         self._integers, integers = columns(8, torch.int64)
         self.total_len, self.num_computed, self.prompt_len, *integers = integers
         """Known tokens (sampled ones included), tokens with KV, prompt tokens."""
@@ -75,7 +80,9 @@ class RequestState:
         """Stopped or released: such a row writes to the null block and samples nothing."""
         stop_columns = MAX_STOP_TOKEN_IDS + num_eos_ids
         self.stop_ids = torch.full((rows, stop_columns), -1, dtype=torch.int64, device=device)
-        self.masks = PostedMasks(rows, vocab_size, device, by_kernels=self.fused)
+        self.masks = PostedMasks(
+            rows, vocab_size, device, by_kernels=self.fused, may_be_late=not is_recurrent
+        )
         self.token_counts = zeros_if_used((rows, vocab_size), device)
         """[R, V] int32 tokens of requests with penalties; see `metadata`."""
         self.edits = LogitEditTables(rows, vocab_size, device)
@@ -92,18 +99,21 @@ class RequestState:
             self._add(plan.added)
         if len(plan.block_ids):
             # One index into all tables: half the host's time of an index for slots and one more.
-            places = plan.block_slots.astype(np.int64) * self.block_table.shape[1]
-            places += plan.block_positions
+            _, num_rows, width = self.block_tables.shape
+            rows = plan.block_slots.astype(np.int64)
+            if plan.block_groups is not None:
+                rows += plan.block_groups * num_rows
+            places = rows * width + plan.block_positions
             both = self.upload(np.concatenate((places.view(np.int32), plan.block_ids)))
             where, blocks = both[: 2 * len(places)].view(torch.int64), both[2 * len(places) :]
-            self.block_table.view(-1).index_copy_(0, where, blocks)
+            self.block_tables.view(-1).index_copy_(0, where, blocks)
 
     def await_masks(self, slots: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         """Wait for the masks of a step's rows; see `PostedMasks.wait_on_host`."""
-        if self.device.type == "cpu":
-            return self.masks.wait_on_host(slots, num_tokens, self)
         if not self.masks.is_awaited:
             return num_tokens
+        if self.device.type == "cpu":
+            return self.masks.wait_on_host(slots, num_tokens, self)
         from termgen.engine.device.kernels.sampling.await_masks import await_masks
 
         return await_masks(slots, num_tokens, self)

@@ -17,6 +17,7 @@ import torch
 from termgen.config import EngineConfig
 from termgen.engine.device import native
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.runner.memory import make_meter
 from termgen.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,11 @@ SPINNING_CPUS = 4
 
 WORTH_QUANTIZING = 2**25
 """Parameters of a model whose weights do not fit in a processor's caches."""
+
+
+STATES_SHARE = 0.25
+"""Most of a device's memory that the states of recurrent layers take by default, cached ones
+included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,6 @@ def resolve_quantization(
         device.type == "cpu"
         and config.dtype == "auto"
         and model.transformers is None
-        and model.moe is None
         and model.num_parameters >= WORTH_QUANTIZING
         and not native.why_unusable()
     )
@@ -147,18 +152,36 @@ def physical_cores() -> int:
     return max(1, len(cores))
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of the device's memory; on a CPU, of the machine's."""
+    return make_meter(device).free_and_total()[1]
+
+
+def seats_for_states(most: int, state_bytes: int, total_bytes: int) -> int:
+    """Requests that may run at once where each keeps a state of so many bytes: halved until their
+    states take no more than their share of the memory."""
+    while most > 1 and most * state_bytes > STATES_SHARE * total_bytes:
+        most //= 2
+    return most
+
+
 def resolve_limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
     """Raises ConfigError naming the setting that cannot be met."""
     longest = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
+    most = model.extended_positions or longest
+    if config.max_model_len is not None and config.max_model_len > most:
         raise ConfigError(
-            f"max_model_len {config.max_model_len} is more than the model's {longest} positions",
+            f"max_model_len {config.max_model_len} is more than the model's {most} positions",
             param="max_model_len",
         )
     on_cpu = device.type == "cpu"
     # A step on a CPU takes about a millisecond per token: a small budget keeps it interruptible.
     budget = config.max_num_batched_tokens or (512 if on_cpu else 8192)
     seats = config.max_num_seqs or min(32 if on_cpu else 256, budget)
+    if config.max_num_seqs is None and model.linear is not None:
+        copies = 2 if config.enable_prefix_caching else 1
+        state_bytes = 4 * copies * model.linear.state_numbers
+        seats = seats_for_states(seats, state_bytes, total_memory(device))
     return Limits(
         max_num_seqs=seats,
         max_num_batched_tokens=max(budget, seats),

@@ -47,7 +47,7 @@ class LightSleep:
         asleep = self._graphs_asleep()  # may fail, so do it before anything has changed
         self._weights = OffloadedWeights(runner.model) if runner.device.type == "cuda" else None
         self._drop_tables()
-        runner.kv_caches, runner.graphs = [], asleep
+        runner.kv_caches, runner.states, runner.graphs = [], [], asleep
 
     def give_back(self) -> None:
         make_meter(self._runner.device).release()
@@ -74,7 +74,7 @@ class LightSleep:
 
     def _drop(self) -> None:
         asleep = self._graphs_asleep()
-        self._runner.kv_caches, self._runner.graphs = [], asleep
+        self._runner.kv_caches, self._runner.states, self._runner.graphs = [], [], asleep
         self._drop_tables()
 
     def _drop_tables(self) -> None:
@@ -181,7 +181,7 @@ class DeepSleep:
 def _sizes(info: DeviceInfo) -> tuple[object, ...]:
     """The sizes that the host half depends on."""
     limits = (info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len)
-    cache = (info.num_blocks, info.block_size)
+    cache = (info.num_blocks, info.block_size, info.windows)
     return (*limits, *cache, info.vocab_size, info.architecture, info.dtype)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from termgen.engine.device.attention.base import AttentionBackend
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels import why_unusable
@@ -29,7 +30,7 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (
     can_choose,
 )
 from termgen.engine.device.kernels.gemm.tuned_tables import TunedTables
-from termgen.engine.device.layers.linear import Linear
+from termgen.engine.device.layers.linear import Linear, VocabEmbedding
 from termgen.engine.device.layers.ops import TorchOps
 from termgen.engine.device.loader import load_model_config
 from termgen.engine.device.models.registry import build_model
@@ -113,12 +114,13 @@ def shapes_of(config: ModelConfig) -> list[Shape]:
             f"{config.architecture} runs through transformers, whose products are torch's own: "
             "there is nothing to measure"
         )
+    backend = cast(AttentionBackend, TorchReferenceAttention())
     model = build_model(
         config,
         dtype=torch.bfloat16,
         device=torch.device("meta"),
         quantization=None,
-        attention=cast(AttentionBackend, TorchReferenceAttention()),
+        attention=GroupedAttention.without_windows(backend, config.layer_caches),
         ops=TorchOps(),
     )
     return linear_shapes(model)
@@ -126,7 +128,11 @@ def shapes_of(config: ModelConfig) -> list[Shape]:
 
 def linear_shapes(model: nn.Module) -> list[Shape]:
     """Distinct shapes of the linear layers' weights that the kernels can multiply."""
-    linears = (module for module in model.modules() if isinstance(module, Linear))
+    linears = (
+        module
+        for module in model.modules()
+        if isinstance(module, Linear) and not isinstance(module, VocabEmbedding)
+    )
     shapes = dict.fromkeys((linear.out_features, linear.in_features) for linear in linears)
     return [(n, k) for n, k in shapes if k % COLUMNS_MULTIPLE == 0]
 

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 
 from termgen.engine.device.attention.base import AttentionMetadata
-from termgen.engine.device.models.decoder import SparseMoe, one_layer_of_each_kind
+from termgen.engine.device.models.mlp import SparseMoe
+from termgen.engine.device.models.rehearsal import one_layer_of_each_kind
+from termgen.engine.device.recurrent.base import RecurrentMetadata
 from termgen.engine.device.runner.cuda_graphs import FullGraphs
 from termgen.engine.device.runner.dispatch import (
     EVERYTHING,
@@ -207,7 +209,7 @@ def dummy_run(runner: ModelRunner, num_tokens: int) -> None:
         query_start_loc=torch.tensor([0, size], dtype=torch.int32, device=device),
         seq_lens=torch.tensor([size], dtype=torch.int32, device=device),
         block_table=torch.zeros((1, blocks), dtype=torch.int32, device=device),
-        slot_mapping=positions % block_size,
+        slot_mapping=positions % block_size,  # in the null block, as all groups' tokens
         num_rows=1,
         num_tokens=size,
         num_decodes=int(size == 1),
@@ -217,7 +219,20 @@ def dummy_run(runner: ModelRunner, num_tokens: int) -> None:
     )
     last = torch.tensor([size - 1], device=device)
     one = torch.ones(1, dtype=torch.int64, device=device)
-    logits = runner.forward(InputBatch(one, one, ids, positions, last, metadata))
+    of_groups = (metadata,) * len(runner.attention.groups)
+    recurrent = None
+    if runner.recurrent is not None:
+        recurrent = RecurrentMetadata(
+            query_start_loc=metadata.query_start_loc,
+            slots=torch.full((1,), runner.state.pad_row, dtype=torch.int32, device=device),
+            positions=torch.zeros(1, dtype=torch.int32, device=device),
+            has_state=torch.zeros(1, dtype=torch.bool, device=device),
+            num_rows=1,
+            num_tokens=size,
+            num_decodes=metadata.num_decodes,
+            max_query_len=size,
+        )
+    logits = runner.forward(InputBatch(one, one, ids, positions, last, of_groups, recurrent))
     logits.argmax(dim=-1)
 
 

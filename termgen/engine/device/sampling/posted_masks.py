@@ -35,12 +35,19 @@ class PostedMasks:
     """The newest mask of each of R slots, for a vocabulary of V tokens in W words of 32."""
 
     def __init__(
-        self, rows: int, vocab_size: int, device: torch.device, *, by_kernels: bool
+        self,
+        rows: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        by_kernels: bool,
+        may_be_late: bool = True,
     ) -> None:
-        """by_kernels: kernels sample, not torch."""
+        """by_kernels: kernels sample, not torch. may_be_late: a row may compute its newest token
+        again, for lack of its mask."""
         self.device = device
-        is_pinned = by_kernels and device.type == "cuda"
-        self.is_awaited = is_pinned or device.type == "cpu"
+        is_pinned = by_kernels and may_be_late and device.type == "cuda"
+        self.is_awaited = is_pinned or (may_be_late and device.type == "cpu")
         """Steps wait for masks. Else masks must be there when a step is launched."""
         shape = (rows, -(-vocab_size // 32))
         self.bits = torch.zeros(shape, dtype=torch.int32)
@@ -77,10 +84,11 @@ class PostedMasks:
 
     def upload(self, slots: IntArray) -> None:
         """Copy the masks of these slots to a device whose steps do not wait for them."""
-        where, bits = (
-            torch.from_numpy(values).pin_memory().to(self.device, non_blocking=True)
-            for values in (slots.astype(np.int64), self._host_bits[slots])
-        )
+        where, bits = map(torch.from_numpy, (slots.astype(np.int64), self._host_bits[slots]))
+        if self.device.type != "cpu":
+            where, bits = (
+                tensor.pin_memory().to(self.device, non_blocking=True) for tensor in (where, bits)
+            )
         self._device_bits.index_copy_(0, where, bits)
 
     def wait_on_host(

@@ -78,7 +78,7 @@ def _facts(
         rows += [_life(history, now_ns, width, glyphs), ()]
     rows += [
         _fact("queue", _queue_words(history)),
-        _fact("cache", _cache_words(history)),
+        *_cache_rows(history, width),
         *_wrapped("prefill", _prefill_words(history), width),
         _fact("first token", _first_words(history)),
         _fact("decode", _decode_words(history, times, now_ns)),
@@ -112,9 +112,13 @@ def _scheduled_ns(history: History) -> int:
     return history.scheduled_ns or history.first_token_ns
 
 
-def _cache_words(history: History) -> str:
+def _cache_rows(history: History, width: int) -> list[Row]:
+    """How much of the prompt was found; by kind of layers if there are several; why no more."""
     cached, prompt = history.num_cached_tokens, history.num_prompt_tokens
-    return f"{count(cached)} of {count(prompt)} prompt tokens found"
+    words = f"{count(cached)} of {count(prompt)} prompt tokens found"
+    parts, _, reason = clean_line(history.found).rpartition("; ")
+    rows = _wrapped("cache", f"{words} · {parts}" if parts else words, width)
+    return rows + _wrapped("why no more", reason, width) if reason else rows
 
 
 def _prefill_words(history: History) -> str:

@@ -12,15 +12,17 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
+from termgen.tui.dashboard.pages.kv_groups import elsewhere, kind_row, kinds_of, states_row
 from termgen.tui.dashboard.state.kv_cursor import cell_size
 from termgen.tui.dashboard.state.store import DashboardView
 from termgen.tui.paint.formatting import count, percent, plural, rate
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.palette import Glyphs
 from termgen.tui.paint.spans import Row, Span, row_width
+from termgen.vocabulary.cache_groups import CacheGroup
 from termgen.vocabulary.events import BlockState, EngineSnapshot
 
-FREE, CACHED, ACTIVE, SHARED, ACTIVE_ALT, SELECTED, PART, EVICTED = range(8)
+FREE, CACHED, ACTIVE, SHARED, ACTIVE_ALT, SELECTED, PART, EVICTED, ELSEWHERE = range(9)
 _ODD_OWNER = np.int32(-(2**31) + 1)
 """Masks an owner's last bit and its sign bit: the result is 1 for odd owners, and never for -1
 (unowned)."""
@@ -37,12 +39,15 @@ _ROLES = (
     "kv-selected",
     "kv-active",
     "kv-evicted",
+    "kv-free",
 )
 LARGE_SIGNS = {"■": "█", "▪": "▓", "▫": "▒"}
 """Signs of cells several characters wide: adjoining squares would look like dashes."""
 JUST_NS = 1_000_000_000
 """How long a block counts as just evicted."""
 NO_BLOCKS = np.empty(0, np.int32)
+BLANK = " "
+"""The sign of blocks that another kind of layers holds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,14 +66,18 @@ def kv_cells(
     selected: int = -1,
     per_cell: int | None = None,
     evicted: npt.NDArray[np.int32] = NO_BLOCKS,
+    elsewhere: npt.NDArray[np.bool_] | None = None,
 ) -> KvCells:
     """Scale the blocks (without null blocks) to at most `max_cells` cells, or to `per_cell` each.
 
     A cell of several blocks takes the strongest state among them (shared, active, cached, free). It
     is marked as partly used if less than half of it is in use, and as evicted if it has an
     `evicted` block. Neighbouring owners alternate between two tints, so that requests can be kept
-    apart.
+    apart. elsewhere: [num_blocks] blocks that do not belong to this map; a cell of these alone says
+    so.
     """
+    if elsewhere is not None:
+        return _without(elsewhere, states, owners, max_cells, selected, per_cell, evicted)
     first = first_block(states)
     evicted = evicted - first
     states, owners = states[first:], owners[first:]
@@ -82,10 +91,7 @@ def kv_cells(
             kinds[chosen] = SELECTED
         kinds[evicted[(evicted >= 0) & (evicted < num_blocks)]] = EVICTED
         return KvCells(kinds, 1)
-    if per_cell is None:
-        starts = np.arange(num_cells) * num_blocks // num_cells  # [cells] first block of each
-    else:
-        starts = np.arange(0, num_blocks, per_cell)
+    starts = cell_starts(num_blocks, num_cells, per_cell)
     sizes = np.diff(starts, append=num_blocks)
     cells = np.maximum.reduceat(states, starts)
     narrow = np.uint8 if int(sizes.max()) < 256 else np.int32  # half the time where it fits
@@ -100,6 +106,42 @@ def kv_cells(
     there = evicted[(evicted >= 0) & (evicted < num_blocks)]
     cells[np.searchsorted(starts, there, side="right") - 1] = EVICTED
     return KvCells(cells, per_cell or num_blocks / num_cells)
+
+
+def _without(
+    elsewhere: npt.NDArray[np.bool_],
+    states: npt.NDArray[np.uint8],
+    owners: npt.NDArray[np.int32],
+    max_cells: int,
+    selected: int,
+    per_cell: int | None,
+    evicted: npt.NDArray[np.int32],
+) -> KvCells:
+    """`kv_cells` of a map to which some blocks do not belong."""
+    there = ~elsewhere | (states == BlockState.NULL)
+    cells = kv_cells(
+        np.where(there, states, BlockState.FREE).astype(np.uint8),
+        np.where(there, owners, -1).astype(np.int32),
+        max_cells,
+        selected=selected,
+        per_cell=per_cell,
+        evicted=evicted[there[evicted.clip(0, len(there) - 1)]] if len(there) else evicted,
+    )
+    absent = elsewhere[first_block(states) :]
+    if len(cells.kinds) == len(absent):
+        cells.kinds[absent] = ELSEWHERE
+    elif len(absent):
+        starts = cell_starts(len(absent), len(cells.kinds), per_cell)
+        cells.kinds[np.logical_and.reduceat(absent, starts)] = ELSEWHERE
+    return cells
+
+
+def cell_starts(num_blocks: int, num_cells: int, per_cell: int | None) -> npt.NDArray[np.intp]:
+    """[cells] the first block of each."""
+    if per_cell is None:
+        starts: npt.NDArray[np.intp] = np.arange(num_cells) * num_blocks // num_cells
+        return starts
+    return np.arange(0, num_blocks, per_cell)
 
 
 def first_block(states: npt.NDArray[np.uint8]) -> int:
@@ -147,7 +189,7 @@ def map_rows(
 
 def _signs(glyphs: Glyphs) -> tuple[str, ...]:
     others = glyphs.kv_alt, glyphs.kv_selected, glyphs.kv_part, glyphs.kv_evicted
-    return (*glyphs.kv, *others)
+    return (*glyphs.kv, *others, BLANK)
 
 
 @lru_cache(maxsize=8)
@@ -163,30 +205,47 @@ def _runs(glyphs: Glyphs, width: int, wide: int) -> list[list[Span]]:
 
 
 def kv_panel(
-    view: DashboardView, frame: Frame, glyphs: Glyphs, *, selected: str | None = None
+    view: DashboardView,
+    frame: Frame,
+    glyphs: Glyphs,
+    *,
+    selected: str | None = None,
+    groups: Sequence[CacheGroup] = (),
 ) -> list[Row]:
-    """The map with its legend in the title."""
+    """The map with its legend in the title; one for each kind of layers if there is room."""
     snapshot = view.snapshot
     title: list[Span] = [("KV blocks" if frame.width >= WIDE else "KV", "text/b")]
     if snapshot is None:
         return frame.draw(title, (), [((missing_words(view), "muted"),)])
-    rows = max(1, frame.inner_height)
-    cell = cell_size(len(snapshot.block_states), frame.inner_width, rows)
+    states = states_row(view, frame.inner_width, glyphs) if frame.inner_height > 1 else None
+    rows = max(1, frame.inner_height - (states is not None))
+    kinds = kinds_of(groups, snapshot)
+    if len(kinds) * 2 > rows:
+        kinds = []
+    high = rows // len(kinds) - 1 if kinds else rows
+    cell = cell_size(len(snapshot.block_states), frame.inner_width, high)
     width = frame.inner_width // cell[0]
-    cells = kv_cells(
-        snapshot.block_states,
-        snapshot.block_owners,
-        width * (rows // cell[1]),
-        selected=owner_index(snapshot, selected),
-        evicted=just_evicted(view),
-    )
+    body: list[Row] = []
+    for kind in kinds or (None,):
+        cells = kv_cells(
+            snapshot.block_states,
+            snapshot.block_owners,
+            width * (high // cell[1]),
+            selected=owner_index(snapshot, selected),
+            evicted=just_evicted(view),
+            elsewhere=None if kind is None else elsewhere(snapshot, kind),
+        )
+        drawn = map_rows(cells, width, glyphs, cell)
+        if kind is not None:
+            drawn = [kind_row(snapshot, kind), *drawn, *[()] * (high - len(drawn))]
+        body += drawn
+    if states is not None:
+        body = [*body, *[()] * (rows - len(body)), states]
     per_cell = cells.blocks_per_cell
     scale = f" · {rate(per_cell)}/cell" if per_cell > 1 and frame.width >= WIDE else ""
     title.append((f" · {view.num_blocks:,}".replace(",", " ") + scale, "muted"))
     title += off_words(view)
-    return frame.draw(
-        title, kv_legend(view, glyphs, frame.width), map_rows(cells, width, glyphs, cell)
-    )
+    return frame.draw(title, kv_legend(view, glyphs, frame.width), body)
 
 
 def missing_words(view: DashboardView) -> str:

@@ -8,6 +8,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from termgen.tui.dashboard.pages.kv_groups import (
+    Kind,
+    elsewhere,
+    kind_row,
+    kinds_of,
+    states_row,
+)
 from termgen.tui.dashboard.pages.kv_map import (
     first_block,
     just_evicted,
@@ -26,6 +33,7 @@ from termgen.tui.paint.palette import Glyphs
 from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.series import spark
 from termgen.tui.paint.spans import Row, Span, merge, row_width
+from termgen.vocabulary.cache_groups import CacheGroup
 from termgen.vocabulary.events import BlockState, EngineSnapshot, StepRecord
 
 STATE_NAMES = {
@@ -48,8 +56,10 @@ def kv_page(
     *,
     boxed: bool,
     selected: str | None = None,
+    groups: Sequence[CacheGroup] = (),
 ) -> list[Row]:
-    """The whole page is one frame; this also fits `cursor` to the size of the map."""
+    """The whole page is one frame; this also fits `cursor` to the size of the map, or of the maps
+    of each kind of layers."""
     frame = Frame(width, height, boxed)
     title: list[Span] = [("KV blocks", "text/b")]
     snapshot = view.snapshot
@@ -57,8 +67,13 @@ def kv_page(
         return frame.draw(title, (), [((missing_words(view), "muted"),)])
     first = first_block(snapshot.block_states)
     num_blocks = len(snapshot.block_states) - first
-    rows = max(1, frame.inner_height - UNDER_THE_MAP)
-    cursor.fit(num_blocks, frame.inner_width, rows)
+    states = states_row(view, frame.inner_width, glyphs)
+    rows = max(1, frame.inner_height - UNDER_THE_MAP - (states is not None))
+    kinds = kinds_of(groups, snapshot)
+    if len(kinds) * 2 > rows:
+        kinds = []
+    high = rows // len(kinds) - 1 if kinds else rows
+    cursor.fit(num_blocks, frame.inner_width, high, num_maps=len(kinds))
     shown = slice(first + cursor.first, first + cursor.end)
     title.append((f" · {num_blocks:,}".replace(",", " "), "muted"))
     title += off_words(view)
@@ -66,26 +81,38 @@ def kv_page(
         title.append((f" · {count(cursor.per_cell)} in a cell", "muted"))
     if cursor.end - cursor.first < num_blocks:
         title.append((f" · {cursor.first:,} to {cursor.end - 1:,}".replace(",", " "), "muted"))
-    cells = kv_cells(
-        snapshot.block_states[shown],
-        snapshot.block_owners[shown],
-        cursor.width * cursor.rows,
-        selected=owner_index(snapshot, selected),
-        per_cell=cursor.per_cell,
-        evicted=just_evicted(view) - np.int32(shown.start),
-    )
-    size = (cursor.cell_width, cursor.cell_height)
-    body = map_rows(cells, cursor.width, glyphs, size)
-    column, line = cursor.cell
-    for y in range(line * size[1], min(len(body), (line + 1) * size[1])):
-        for x in range(column * size[0], (column + 1) * size[0]):
-            body[y] = reversed_cell(body[y], x)
+    body: list[Row] = []
+    for kind in kinds or (None,):
+        cells = kv_cells(
+            snapshot.block_states[shown],
+            snapshot.block_owners[shown],
+            cursor.width * cursor.rows,
+            selected=owner_index(snapshot, selected),
+            per_cell=cursor.per_cell,
+            evicted=just_evicted(view) - np.int32(shown.start),
+            elsewhere=None if kind is None else elsewhere(snapshot, kind)[shown],
+        )
+        drawn = _with_cursor(map_rows(cells, cursor.width, glyphs, cursor.size), cursor)
+        if kind is not None:
+            drawn = [kind_row(snapshot, kind), *drawn, *[()] * (high - len(drawn))]
+        body += drawn
     body += [()] * (rows - len(body))
-    body.append(_under_cursor(snapshot, first, cursor, just_evicted(view)))
+    if states is not None:
+        body.append(states)
+    body.append(_under_cursor(snapshot, first, cursor, just_evicted(view), kinds))
     body += tick_rows(view.steps_so_far, frame.inner_width)
     # the corners, and the blanks beside both texts
     room = frame.width - row_width(tuple(title)) + 8
     return frame.draw(title, kv_legend(view, glyphs, room), body)
+
+
+def _with_cursor(rows: list[Row], cursor: KvCursor) -> list[Row]:
+    """A map with the cell under the cursor in reverse."""
+    (column, line), (wide, high) = cursor.cell, cursor.size
+    for y in range(line * high, min(len(rows), (line + 1) * high)):
+        for x in range(column * wide, (column + 1) * wide):
+            rows[y] = reversed_cell(rows[y], x)
+    return rows
 
 
 def reversed_cell(row: Row, column: int) -> Row:
@@ -107,9 +134,14 @@ def reversed_cell(row: Row, column: int) -> Row:
 
 
 def _under_cursor(
-    snapshot: EngineSnapshot, first: int, cursor: KvCursor, evicted: npt.NDArray[np.int32]
+    snapshot: EngineSnapshot,
+    first: int,
+    cursor: KvCursor,
+    evicted: npt.NDArray[np.int32],
+    kinds: Sequence[Kind] = (),
 ) -> Row:
-    """State and owner of the block; for a cell of several blocks, their number in each state."""
+    """State, kind of layers and owner of the block; for a cell of several blocks, their number in
+    each state."""
     if not cursor.num_blocks:
         return (("no blocks", "muted"),)
     cell = cursor.cell_blocks
@@ -124,6 +156,8 @@ def _under_cursor(
     if len(blocks) == 1:
         spans: list[Span] = [("block ", "muted"), (f"{blocks[0]}", "text/b")]
         spans.append((f"  {STATE_NAMES[BlockState(int(states[0]))]}", "text"))
+        group = int(snapshot.block_groups[blocks[0]]) if kinds and states[0] else None
+        spans += [(f"  {kind.name}", "muted") for kind in kinds if group in kind.groups]
     else:
         spans = [("blocks ", "muted"), (f"{blocks[0]} to {blocks[-1]}", "text/b")]
         for state, name in STATE_NAMES.items():

@@ -7,6 +7,7 @@ begins another store. Draws nothing.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 from termgen.errors import EngineError
@@ -14,11 +15,14 @@ from termgen.tui.dashboard.state.log import LogTap
 from termgen.tui.dashboard.state.store import DashboardStore
 from termgen.tui.feeds.feed import EngineFeed, StreamFeed
 from termgen.tui.feeds.replay import ReplayFeed
+from termgen.vocabulary.events import EngineEvent
 
 IDLE_SNAPSHOT_S = 2.0
 SNAPSHOT_S = 1.0
 """An engine that does not answer must not hold up the picture that says so."""
 RING_CAPACITY = 4096
+EVENTS_KEPT = 8192
+"""Events for a trace: one and a half minutes at 90 steps a second, some 12 MB."""
 REPLAY_CAPACITY = 65_536
 """More than a part of a recording: none of its events is lost here."""
 
@@ -33,6 +37,8 @@ class EventReader:
         self.replay = client if isinstance(client, ReplayFeed) else None
         self._epoch = self._stream.epoch if self._stream else 0
         self._ring = client.events(REPLAY_CAPACITY if self.replay else RING_CAPACITY)
+        self.events: deque[EngineEvent] = deque(maxlen=EVENTS_KEPT)
+        """The newest events as they came."""
         self.store = self._new_store()
         self._asked_ns = 0
         self._was_idle = False
@@ -81,6 +87,7 @@ class EventReader:
                 self._was_idle = False
         self.store.num_dropped = lost
         self.store.apply(events)
+        self.events.extend(events)
         for snapshot in self._stream.drain_snapshots() if self._stream is not None else ():
             self.store.keep_snapshot(snapshot)
         lines = self._tap.drain() if self._tap is not None else []
@@ -90,6 +97,7 @@ class EventReader:
 
     def _new_store(self) -> DashboardStore:
         """A new store that knows the requests which began before the events."""
+        self.events.clear()
         model = self._client.model
         store = DashboardStore(
             started_ns=self._now_ns(), on_cpu=model.device == "cpu", num_cores=model.num_cores

@@ -33,9 +33,18 @@ class KvCursor:
     cell_width: int = 1
     cell_height: int = 1
     """How many characters a cell of the map covers."""
+    num_maps: int = 0
+    """Maps of the same blocks, one above the other, each with `map_height` rows below a line with
+    its name; 0: one map without a name."""
+    map_height: int = 1
 
-    def fit(self, num_blocks: int, width: int, rows: int) -> None:
-        """The map has this many blocks and cells now."""
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.cell_width, self.cell_height
+
+    def fit(self, num_blocks: int, width: int, rows: int, *, num_maps: int = 0) -> None:
+        """The map, or each of several, has this many blocks and cells now."""
+        self.num_maps, self.map_height = num_maps, max(1, rows)
         wide, high = cell_size(num_blocks, max(1, width), max(1, rows))
         if self.wanted_per_cell is not None:
             wide, high = 1, 1
@@ -91,6 +100,11 @@ class KvCursor:
 
     def point(self, column: int, row: int) -> bool:
         """Put the cursor to the cell at a character of the view; False when there is no block."""
+        if self.num_maps:
+            place, row = divmod(row, self.map_height + 1)
+            row -= 1
+            if row < 0 or place >= self.num_maps:
+                return False
         column, row = column // self.cell_width, row // self.cell_height
         if not (0 <= column < self.width and 0 <= row < self.rows):
             return False

@@ -58,6 +58,8 @@ class History:
     params: str = ""
     reason: str = ""
     """Why it finished."""
+    found: str = ""
+    """What it found in the prefix cache when it first ran, and why no more."""
     chunks: list[Chunk] = field(default_factory=list)
     preemptions: list[tuple[int, str]] = field(default_factory=list)
     run_starts: list[int] = field(default_factory=list)
@@ -166,6 +168,7 @@ class RequestHistory:
             history.turn(following, Doing.WAITING)
         elif event.kind is kinds.SCHEDULED:
             history.scheduled_ns = history.scheduled_ns or event.time_ns
+            history.found = history.found or event.detail
             # Back after a preemption, with all it had still in the cache, it decodes at once.
             back = bool(history.first_token_ns)
             history.turn(following, Doing.DECODE if back else Doing.BETWEEN)

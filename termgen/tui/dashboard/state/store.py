@@ -361,7 +361,8 @@ class DashboardStore:
         if self._snapshots and self._snapshots[-1].time_ns == snapshot.time_ns:
             return
         self._snapshots.append(snapshot)
-        size = snapshot.block_states.nbytes + snapshot.block_owners.nbytes + ROW_BYTES
+        arrays = (snapshot.block_states, snapshot.block_owners, snapshot.block_groups)
+        size = sum(array.nbytes for array in arrays) + ROW_BYTES
         while len(self._snapshots) > max(2, SNAPSHOT_BYTES // size):
             self._snapshots.popleft()
 

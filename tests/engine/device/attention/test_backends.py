@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from dataclasses import dataclass, replace
 
@@ -13,12 +14,12 @@ import triton_device
 from attention_case import TOLERANCE, AttentionCase, random_rows
 
 from termgen.config import ATTENTION_BACKENDS
-from termgen.engine.device.attention.base import AttentionBackend
+from termgen.engine.device.attention.base import UNEQUAL_LAYERS, AttentionBackend, AttentionForm
 from termgen.engine.device.attention.registry import (
     BACKENDS,
     EXTRAS,
     backend_class,
-    make_backend,
+    make_backends,
     why_not,
 )
 from termgen.errors import ConfigError
@@ -78,6 +79,7 @@ def where_optional(name: str, device: torch.device, monkeypatch: pytest.MonkeyPa
 
 def make_case(where: Where, rows: list[tuple[int, int]], **sizes: object) -> AttentionCase:
     usual = {
+        "windows": WINDOWS,
         "dtype": where.dtypes[0],
         "head_dim": where.head_dims[0],
         "block_size": where.block_sizes[0],
@@ -86,7 +88,6 @@ def make_case(where: Where, rows: list[tuple[int, int]], **sizes: object) -> Att
         rows,
         backend=where.backend,
         device=where.device,
-        windows=WINDOWS,
         **{**usual, **sizes},  # type: ignore[arg-type]
     )
 
@@ -119,6 +120,32 @@ def test_half_types(dtype: torch.dtype, where: Where) -> None:
     case.check(sliding_window=5)
 
 
+def test_a_layer_may_have_a_part_of_every_page(where: Where) -> None:
+    """The other parts are NaN, as is what no sequence has."""
+    if UNEQUAL_LAYERS not in where.backend.capabilities.features:
+        pytest.skip(f"{where.backend.name} reads whole pages")
+    rows = [(15, 1), (16, 1), (17, 1), (0, 9), (16, 5)]
+    for part in range(3):
+        case = make_case(where, rows, num_heads=6, num_parts=3, part=part, block_size=16)
+        assert not case.cache.is_contiguous()
+        case.check()
+        case.check(sliding_window=5)
+
+
+def test_a_backend_has_to_run_every_shape_of_a_model() -> None:
+    shape = AttentionCase([(0, 1)]).shape
+    odd = replace(shape, head_dim=72)
+    both, settled, passed_over = make_backends(None, [shape, odd])
+    assert [backend.name for backend in both] == ["torch_reference"] * 2 and both[0] is not both[1]
+    assert settled == [shape, odd] and "native" not in passed_over  # triton is the fastest
+    with pytest.raises(ConfigError, match="native: heads of size 72"):
+        make_backends("native", [shape, odd])
+    half = replace(shape, device=CUDA, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
+    unequal = replace(half, needs=frozenset({UNEQUAL_LAYERS}), block_size=256)
+    for name in EXTRAS:
+        assert why_not(name, unequal) == "layers of unequal sizes are not supported"
+
+
 FP8 = torch.float8_e4m3fn
 READS_FP8 = [name for name in BACKENDS if name not in (*EXTRAS, "native")]
 with_fp8 = pytest.mark.parametrize(
@@ -142,6 +169,16 @@ def test_an_fp8_cache(dtype: torch.dtype, head_dim: int, where: Where) -> None:
 
 
 @with_fp8
+def test_an_fp8_cache_with_soft_caps_and_sinks(where: Where) -> None:
+    rows = [(15, 1), (300, 1), (0, 9), (3, 70)]
+    for dtype in where.dtypes:
+        sizes = {"num_heads": 6, "block_size": 16, "scale": 1.0, "dtype": dtype}
+        case = make_case(where, rows, kv_cache_dtype=FP8, **sizes, **FORMS["both"])
+        case.check()
+        case.check(sliding_window=16)
+
+
+@with_fp8
 def test_an_fp8_cache_is_near_an_exact_one(where: Where) -> None:
     """The mantissa has three bits: an error of at most 1/16 in each number, 3% or so in the
     mean."""
@@ -150,6 +187,106 @@ def test_an_fp8_cache_is_near_an_exact_one(where: Where) -> None:
     rounded = make_case(where, rows, kv_cache_dtype=FP8).run()
     error = (rounded - exact).norm() / exact.norm()
     assert 0.01 < error < 0.05
+
+
+WITH_ALL = [name for name in BACKENDS if name not in EXTRAS]
+on_all = pytest.mark.parametrize(
+    "where", [*on(CPU, *WITH_ALL), *on(CUDA, "triton", "torch_reference")], indirect=True
+)
+CAP = 3.0
+SINK_LOGITS = (-2.0, 0.5, 4.0, -30.0, 60.0, 1.0)
+"""Six heads: weak and strong ones, one that hides nothing and one that hides all."""
+FORMS = {
+    "softcap": {"softcap": CAP},
+    "sinks": {"sinks": SINK_LOGITS},
+    "both": {"softcap": CAP, "sinks": SINK_LOGITS},
+}
+
+
+@on_all
+@pytest.mark.parametrize(
+    ("form", "group"), [("softcap", 6), ("sinks", 6), ("both", 6), ("both", 1)]
+)
+def test_soft_caps_and_sinks(form: str, group: int, where: Where) -> None:
+    """Scores up to 40 or so, so that the cap bites; contexts below, at and above each window, in a
+    mixed step and in one of decodes."""
+    rows = [(0, 1), (15, 1), (16, 1), (17, 1), (300, 1), (0, 4), (0, 9), (16, 5), (3, 70)]
+    for dtype in where.dtypes:
+        sizes = {"num_heads": 6, "num_kv_heads": 6 // group, "scale": 1.0, "dtype": dtype}
+        for some in (rows, [row for row in rows if row[1] == 1]):
+            case = make_case(where, some, **sizes, **FORMS[form])
+            for window in (None, 1, 16, 17) if group > 1 else (17,):
+                case.check(sliding_window=window)
+        plain = make_case(where, some, **sizes).run()
+        assert (plain - case.run()).abs().max() > 0.1, "changes nothing"
+
+
+@on_all
+@pytest.mark.parametrize("head_dim", [192, 256, 512])
+def test_large_heads(head_dim: int, where: Where) -> None:
+    rows = [(0, 1), (16, 1), (70, 1), (0, 9), (3, 40)]
+    for dtype in where.dtypes:
+        for some in (rows, rows[:3]):
+            case = make_case(where, some, head_dim=head_dim, dtype=dtype, **FORMS["softcap"])
+            case.check()
+            case.check(sliding_window=17)
+
+
+@on_all
+def test_a_sink_beside_one_visible_key(where: Where) -> None:
+    """A weight is known then: a score of s gets 1 / (1 + exp(sink - s)) of its value."""
+    sinks = (-1.0, 0.0, 2.0, 100.0)
+    make_case(where, [(0, 1), (20, 1), (0, 3)], sinks=sinks).check(sliding_window=1)
+    case = make_case(where, [(0, 1), (20, 1)], sinks=sinks)
+    case.check(sliding_window=1)
+    first = case.run(sliding_window=1)[0].double()
+    q, key, value = (x[0].double() for x in (case.queries[0], case.keys[0], case.values[0]))
+    for head, sink in enumerate(sinks):
+        score = (q[head] @ key[head // 2]).item() * case.scale
+        share = 1.0 / (1.0 + math.exp(sink - score))
+        torch.testing.assert_close(first[head], share * value[head // 2], atol=1e-5, rtol=1e-4)
+
+
+@on_all
+def test_padded_rows_have_no_sink(where: Where) -> None:
+    case = make_case(where, [(9, 1), (0, 1), (3, 6), (0, 2)], sinks=(1.0, 2.0, 3.0, 4.0))
+    for row in (1, 3):
+        case.metadata.seq_lens[row] = 0
+        case.metadata.slot_mapping[row] = 0
+        case.metadata.block_table[row] = 2**30
+    for window in (None, 3):
+        actual, expected = case.run(sliding_window=window), case.expected(sliding_window=window)
+        real = [0, *range(2, 8)]
+        torch.testing.assert_close(actual[real].double(), expected[real], atol=2e-5, rtol=2e-5)
+        assert not actual.isnan().any()
+
+
+@on_all
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [17, 64])
+@pytest.mark.parametrize("rows", [[(63, 1), (300, 1), (129, 1)], [(300, 1), (140, 9), (3, 200)]])
+def test_blocks_before_the_window_are_not_read(
+    rows: list[tuple[int, int]], window: int, dtype: torch.dtype, where: Where
+) -> None:
+    if dtype not in where.dtypes:
+        pytest.skip(f"{where.backend.name} is not asked for {dtype} on {where.device}")
+    for block_size in (16, 64):
+        sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": block_size}
+        case = make_case(where, rows, dtype=dtype, windows=(window,), **sizes)
+        case.check(sliding_window=window)
+        before = case.run(sliding_window=window)
+        case.give_up_unseen(window)
+        assert torch.equal(case.run(sliding_window=window), before)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_packages_without_soft_caps_and_sinks_say_so(name: str) -> None:
+    shape = AttentionCase([(0, 1)], softcap=CAP, sinks=(0.0,) * 4).shape
+    shape = replace(shape, device=CUDA, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
+    missing = "attention sinks and soft caps of scores are not supported"
+    with pytest.raises(ConfigError, match=f"attention_backend {name}: {missing}") as error:
+        make_backends(name, [replace(shape, block_size=256)])
+    assert error.value.param == "attention_backend"
 
 
 def test_one_row_of_each_kind(where: Where) -> None:
@@ -230,9 +367,8 @@ def test_the_result_goes_where_it_is_wanted(rows: list[tuple[int, int]], where: 
     case.backend.prepare(case.metadata)
     out = torch.full_like(expected, float("nan"))
     queries = torch.cat(case.queries)
-    got = case.backend.forward(
-        queries, case.cache, case.metadata, scale=case.scale, sliding_window=None, out=out
-    )
+    form = AttentionForm(case.scale)
+    got = case.backend.forward(queries, case.cache, case.metadata, form, out=out)
     assert got.data_ptr() == out.data_ptr()
     assert torch.equal(out, expected)
 
@@ -269,34 +405,34 @@ def test_registry_names_are_the_settings_choices() -> None:
 
 def test_a_cpu_gets_its_own_kernels_or_the_reference() -> None:
     shape = AttentionCase([(0, 1)]).shape
-    backend, settled, passed_over = make_backend(None, shape)
+    (backend,), (settled,), passed_over = make_backends(None, [shape])
     assert backend.name == "native" and "need a CUDA device" in passed_over
     assert settled == shape
-    _, settled, _ = make_backend(None, replace(shape, block_size=None))
+    _, (settled,), _ = make_backends(None, [replace(shape, block_size=None)])
     assert settled == replace(shape, block_size=16)
     with pytest.raises(ConfigError, match="attention_backend triton: .*; torch_reference runs"):
-        make_backend("triton", shape)
+        make_backends("triton", [shape])
     half = replace(shape, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
     for other in (half, replace(shape, head_dim=72), replace(shape, kv_cache_dtype=FP8)):
         assert why_not("native", other)
-        assert make_backend(None, other)[0].name == "torch_reference"
+        assert make_backends(None, [other])[0][0].name == "torch_reference"
 
 
 def test_a_cpu_without_llvm_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionCase([(0, 1)]).shape
     monkeypatch.setattr("termgen.engine.device.native.find_spec", lambda name: None)
-    assert make_backend(None, shape)[0].name == "torch_reference"
+    assert make_backends(None, [shape])[0][0].name == "torch_reference"
     with pytest.raises(ConfigError, match="native: the package llvmlite is not installed"):
-        make_backend("native", shape)
+        make_backends("native", [shape])
 
 
 def test_an_old_processor_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionCase([(0, 1)]).shape
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert make_backend(None, shape)[0].name == "torch_reference"
+    assert make_backends(None, [shape])[0][0].name == "torch_reference"
     with pytest.raises(ConfigError, match="native: the processor has no AVX2"):
-        make_backend("native", shape)
+        make_backends("native", [shape])
 
 
 def test_an_fp8_cache_is_refused_where_only_a_slow_backend_reads_it(
@@ -309,23 +445,24 @@ def test_an_fp8_cache_is_refused_where_only_a_slow_backend_reads_it(
     ampere = dataclasses.replace(shape, device=CUDA)
     needs = "an fp8 KV cache need compute capability 8.9, and NVIDIA A100 has 8.0"
     with pytest.raises(ConfigError, match=f"kv_cache_dtype fp8: .*{needs}; use .* auto") as error:
-        make_backend(None, ampere)
+        make_backends(None, [ampere])
     assert error.value.param == "kv_cache_dtype"
     with pytest.raises(ConfigError, match=f"attention_backend triton: .*{needs}"):
-        make_backend("triton", ampere)
-    assert make_backend("torch_reference", ampere)[0].name == "torch_reference"
+        make_backends("triton", [ampere])
+    assert make_backends("torch_reference", [ampere])[0][0].name == "torch_reference"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert why_not("triton", ampere) == ""
-    assert make_backend(None, shape)[0].name == "torch_reference"  # a CPU
+    assert make_backends(None, [shape])[0][0].name == "torch_reference"  # a CPU
 
 
 @pytest.mark.gpu
 def test_a_gpu_gets_triton_unless_the_heads_are_too_large() -> None:
     shape = AttentionCase([(0, 1)], device=CUDA).shape
-    assert make_backend(None, shape)[0].name == "triton"
-    assert make_backend(None, replace(shape, block_size=None))[1].block_size == 64
-    large = AttentionCase([(0, 1)], device=CUDA, head_dim=512).shape
-    backend, _, passed_over = make_backend(None, large)
-    assert backend.name == "torch_reference" and "heads of size 512" in passed_over
-    with pytest.raises(ConfigError, match="heads of size 512"):
-        make_backend("triton", large)
+    assert make_backends(None, [shape])[0][0].name == "triton"
+    assert make_backends(None, [replace(shape, block_size=None)])[1][0].block_size == 64
+    assert make_backends(None, [replace(shape, head_dim=512)])[0][0].name == "triton"
+    large = AttentionCase([(0, 1)], device=CUDA, head_dim=520).shape
+    (backend,), _, passed_over = make_backends(None, [large])
+    assert backend.name == "torch_reference" and "heads of size 520" in passed_over
+    with pytest.raises(ConfigError, match="heads of size 520"):
+        make_backends("triton", [large])

@@ -15,8 +15,8 @@ import torch
 from attention_case import AttentionCase
 
 from termgen.config import EngineConfig
-from termgen.engine.device.attention.base import AttentionShape, empty_kv_cache
-from termgen.engine.device.attention.registry import EXTRAS, backend_class, make_backend, why_not
+from termgen.engine.device.attention.base import AttentionForm, AttentionShape, kv_cache_view
+from termgen.engine.device.attention.registry import EXTRAS, backend_class, make_backends, why_not
 from termgen.engine.device.runner.build import choose_graphs
 from termgen.engine.device.runner.resolve import Limits
 from termgen.errors import ConfigError
@@ -48,7 +48,7 @@ def test_a_missing_package_names_its_extra_and_the_fallback(
 ) -> None:
     without(monkeypatch, name)
     with pytest.raises(ConfigError) as caught:
-        make_backend(name, cuda_shape())
+        make_backends(name, [cuda_shape()])
     assert caught.value.param == "attention_backend"
     message = str(caught.value)
     assert f"pip install 'termgen[{extra}]'" in message and "torch_reference runs" in message
@@ -96,7 +96,7 @@ def test_installed_packages_are_no_default(monkeypatch: pytest.MonkeyPatch) -> N
         "termgen.engine.device.attention.registry.why_unusable",
         lambda device, dtype: "no kernels here",
     )
-    assert make_backend(None, cuda_shape())[0].name == "torch_reference"
+    assert make_backends(None, [cuda_shape()])[0][0].name == "torch_reference"
 
 
 @pytest.mark.parametrize("name", EXTRAS)
@@ -108,7 +108,7 @@ def test_a_package_that_does_not_load_is_the_users_to_mend(
     monkeypatch.setitem(sys.modules, name, broken)
     with_capability(monkeypatch, 9, 0)
     with pytest.raises(ConfigError, match=f"attention_backend {name}: the package does not load"):
-        make_backend(name, cuda_shape())
+        make_backends(name, [cuda_shape()])
 
 
 def test_kernels_that_do_not_compile_are_the_users_to_mend(
@@ -143,7 +143,7 @@ def test_flashinfer_plans_once_for_all_layers_of_a_step(monkeypatch: pytest.Monk
     case.backend.prepare(case.metadata)
     for window in (None, 5, None, 5):
         case.backend.forward(
-            torch.cat(case.queries), case.cache, case.metadata, scale=0.1, sliding_window=window
+            torch.cat(case.queries), case.cache, case.metadata, AttentionForm(0.1, window)
         )
     assert sorted(plans[compiled:]) == [(1, -1), (1, 4), (2, -1), (2, 4)]
     case.check()
@@ -152,9 +152,8 @@ def test_flashinfer_plans_once_for_all_layers_of_a_step(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", EXTRAS)
 def test_the_cache_lies_as_the_package_reads_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = empty_kv_cache(
-        backend_class(name), torch.empty, num_blocks=3, block_size=8, num_kv_heads=2, head_dim=64
-    )
+    pages = torch.empty(3, 2 * 8 * 2 * 64)
+    cache = kv_cache_view(backend_class(name), pages, block_size=8, num_kv_heads=2, head_dim=64)
     assert cache.shape == (3, 8, 2, 2, 64)
     assert cache.permute(0, 2, 3, 1, 4).is_contiguous()
 

@@ -7,6 +7,7 @@ import torch
 from attention_case import AttentionCase
 
 from termgen.engine.device.attention import torch_reference
+from termgen.engine.device.attention.base import AttentionForm
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 
 
@@ -52,6 +53,5 @@ def test_forward_needs_prepare_for_this_very_step() -> None:
             case.queries[0],
             case.cache,
             case.metadata,
-            scale=1.0,
-            sliding_window=None,
+            AttentionForm(1.0),
         )

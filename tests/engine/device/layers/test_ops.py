@@ -45,12 +45,22 @@ def test_add_rms_norm_adds_in_place() -> None:
 def test_norm_add_norm_with_weights_of_float32(dtype: torch.dtype) -> None:
     x, residual = normal(3, 64, dtype=dtype), normal(3, 64, dtype=dtype, seed=1)
     first, second = normal(64, seed=2), normal(64, seed=3)
-    total = residual.double() + rms_norm(x, first, 1e-5)
-    actual = OPS.norm_add_norm(x, residual, first, second, 1e-5)
+    total = residual.double() + rms_norm(x, first, 0.3)
+    actual = OPS.norm_add_norm(x, residual, first, second, 0.3, 1e-5)
     assert actual.dtype is residual.dtype is dtype
     tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     torch.testing.assert_close(residual.double(), total, **tolerance)
     torch.testing.assert_close(actual.double(), rms_norm(residual, second, 1e-5), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sigmoid_gate_is_computed_where_the_gate_was(dtype: torch.dtype) -> None:
+    x, gate = normal(3, 64, dtype=dtype), normal(3, 64, dtype=dtype, seed=1)
+    expected = x.double() * torch.sigmoid(gate.double())
+    actual = OPS.sigmoid_gate(x, gate)
+    assert actual.data_ptr() == gate.data_ptr() and actual.dtype is dtype
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

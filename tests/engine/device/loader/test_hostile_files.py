@@ -55,16 +55,99 @@ def small_gemma3_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_small(tmp_path_factory.mktemp("gguf") / "m.gguf", "gemma3")
 
 
+@pytest.fixture(scope="module")
+def small_gemma4_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_small(tmp_path_factory.mktemp("gguf") / "m.gguf", "gemma4")
+
+
+@pytest.fixture(scope="module")
+def small_qwen35moe_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_small(tmp_path_factory.mktemp("gguf") / "m.gguf", "qwen35moe")
+
+
+DELTA_NET_SIZES = {
+    "blk.0.attn_qkv": (64, 32),  # a key head of 16 and two value heads
+    "blk.0.attn_gate": (32, 32),
+    "blk.0.ssm_out": (32, 32),
+    "blk.1.attn_q": (64, 32),
+    "blk.1.attn_k": (32, 32),
+    **{
+        f"blk.{layer}.ffn_{part}": sizes
+        for layer in (0, 1)
+        for part, sizes in {
+            "gate_exps": (2, 32, 32),
+            "up_exps": (2, 32, 32),
+            "down_exps": (2, 32, 32),
+            "up_shexp": (32, 32),
+        }.items()
+    },
+}
+
+
+def add_delta_net(writer: gguf.GGUFWriter, rng: np.random.Generator) -> None:
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_state_size(16)
+    writer.add_ssm_group_count(1)
+    writer.add_ssm_time_step_rank(2)
+    writer.add_ssm_inner_size(32)
+    writer.add_array("qwen35moe.attention.recurrent_layers", [True, False])
+    writer.add_rope_freq_base(1e4)
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_dimension_sections([2, 1, 1, 0])
+    writer.add_expert_count(2)
+    writer.add_expert_used_count(1)
+    writer.add_expert_feed_forward_length(32)
+    writer.add_expert_shared_feed_forward_length(32)
+    writer.add_tensor("blk.0.ssm_a", -np.ones(2, dtype=np.float32))
+    writer.add_tensor("blk.0.ssm_conv1d.weight", np.ones((64, 4), dtype=np.float32))
+    writer.add_tensor("blk.0.ffn_gate_inp_shexp.weight", np.ones(32, dtype=np.float32))
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for name, sizes in DELTA_NET_SIZES.items():
+        values = rng.standard_normal(sizes).astype(np.float32)
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+GEMMA4_SIZES = {
+    "per_layer_token_embd": (8, 64),
+    "blk.0.attn_q": (32, 32),
+    "blk.0.attn_k": (16, 32),
+    "blk.0.ffn_up": (32, 32),
+    "blk.1.attn_q": (64, 32),
+    "blk.1.attn_k": (32, 32),
+    "blk.1.ffn_up": (32, 32),
+}
+
+
+def add_gemma4(writer: gguf.GGUFWriter, rng: np.random.Generator) -> None:
+    writer.add_sliding_window(8)
+    writer.add_sliding_window_pattern([True, False])
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(32)
+    writer.add_rope_freq_base(1e6)
+    writer.add_rope_freq_base_swa(1e4)
+    writer.add_head_count_kv([1, 1])
+    writer.add_feed_forward_length([32, 32])
+    for size, suffix in ((32, ""), (16, "_swa")):
+        writer.add_uint32(f"gemma4.attention.key_length{suffix}", size)
+        writer.add_uint32(f"gemma4.attention.value_length{suffix}", size)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * 4 + [1e30] * 12, dtype=np.float32))
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for name, sizes in GEMMA4_SIZES.items():
+        values = rng.standard_normal(sizes).astype(np.float32)
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
 def write_small(path: Path, arch: str) -> bytes:
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(1)
+    writer.add_block_count(2 if arch in ("qwen35moe", "gemma4") else 1)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
-    writer.add_feed_forward_length(32)
     writer.add_head_count(2)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-    writer.add_rope_scaling_factor(2.0)
+    if arch != "gemma4":
+        writer.add_feed_forward_length(32)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(2.0)
     if arch == "gemma3":
         writer.add_sliding_window(8)
         writer.add_sliding_window_pattern([True])
@@ -80,6 +163,16 @@ def write_small(path: Path, arch: str) -> bytes:
     writer.add_bool("x.flag", True)
     writer.add_eos_token_id(1)
     rng = np.random.default_rng(0)
+    if arch in ("qwen35moe", "gemma4"):
+        if arch == "gemma4":
+            add_gemma4(writer, rng)
+        else:
+            add_delta_net(writer, rng)
+            writer.add_key_length(16)
+            writer.add_value_length(16)
+        writer.add_tensor("token_embd.weight", np.ones((8, 32), dtype=np.float32))
+        finish(writer)
+        return path.read_bytes()
     for name, quant in (
         ("token_embd.weight", "F32"),
         ("blk.0.attn_q.weight", "Q4_1"),
@@ -177,7 +270,9 @@ def data_start(raw: bytes, folder: Path) -> int:
         return min(tensor.offset for tensor in file.tensors.values())
 
 
-@pytest.mark.parametrize("fixture", ["small_gguf", "small_gemma3_gguf"])
+@pytest.mark.parametrize(
+    "fixture", ["small_gguf", "small_gemma3_gguf", "small_gemma4_gguf", "small_qwen35moe_gguf"]
+)
 def test_gguf_mutations(fixture: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     small: bytes = request.getfixturevalue(fixture)
     seed = 1234

@@ -235,9 +235,9 @@ def test_sizes_of_experts_must_be_those_of_the_tensors(
 
 def test_foreign_quantisation_is_named(folder: Path) -> None:
     edit_json(
-        folder / "config.json", lambda c: c.update(quantization_config={"quant_method": "gptq"})
+        folder / "config.json", lambda c: c.update(quantization_config={"quant_method": "quanto"})
     )
-    refused(folder, UnsupportedModelError, "gptq")
+    refused(folder, UnsupportedModelError, "quanto.* supported are awq, compressed-tensors")
 
 
 def test_integer_weights_are_refused(folder: Path) -> None:

@@ -62,6 +62,15 @@ EXPERTS: dict[str, Any] = {
 }
 """Set where a config has such a key, so that a model with hundreds of experts is tiny too."""
 HEAD_DIM = {"head_dim": 16}
+QWEN3_5: dict[str, Any] = {
+    **HEAD_DIM,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 SMALL: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "dots1": {
@@ -83,6 +92,12 @@ SMALL: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2,
         },
     },
+    "gemma3n_text": {
+        **HEAD_DIM,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 16,
+    },
     "gemma4_assistant": {
         "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
@@ -98,6 +113,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
         "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1},
     },
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), QWEN3_5),
     **dict.fromkeys(
         ("camembert", "data2vec-text", "roberta", "xlm-roberta", "xmod"),
         {"is_decoder": True, "pad_token_id": 2},

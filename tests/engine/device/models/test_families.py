@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from paged_model import PagedModel, Row, build, load
-from transformers import AutoModelForCausalLM
+from reference_model import load_reference
 
 from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
@@ -80,6 +80,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
+    "gemma2": ("gemma2", {}),
+    "gemma2-no-caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma2-untied": ("gemma2", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
     "gemma3": ("gemma3_text", {}),
     "gemma3-linear": (
         "gemma3_text",
@@ -92,12 +98,126 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3n": ("gemma3n_text", {}),
+    "gemma3n-other-streams": (
+        "gemma3n_text",
+        {
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "num_kv_shared_layers": 0,
+            "intermediate_size": 96,
+            "activation_sparsity_pattern": [0.0] * 7,
+            "vocab_size_per_layer_input": 600,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+        },
+    ),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4-experts": ("gemma4_moe", {}),
+    "gemma4-plain": (
+        "gemma4_text",
+        {
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma4-other-ropes": (
+        "gemma4_moe",
+        {
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": None,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 5e3,
+                    "partial_rotary_factor": 0.5,
+                    "factor": 3.0,
+                },
+                "sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+            },
+        },
+    ),
     "qwen3-moe": ("qwen3_moe", {}),
     "qwen3-moe-as-drawn": ("qwen3_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
     "qwen3-moe-every-second": ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 3}),
     "qwen3-moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [0], "attention_bias": True}),
     "qwen3-moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 6}),
     "qwen3-moe-one-expert": ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 1}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss-one-expert": ("gpt_oss", {"num_experts_per_tok": 1, "swiglu_alpha": 0.9}),
+    "gpt-oss-full": (
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 3, "num_key_value_heads": 1, "attention_bias": False},
+    ),
+    "gpt-oss-default-rope": (
+        "gpt_oss",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_limit": 7.0},
+    ),
+    "muse": ("muse_glimmer", {}),
+    "muse-biases": ("muse_glimmer", {"attention_bias": True, "num_key_value_heads": 1}),
+    "muse-tied": ("muse_glimmer", {"tie_word_embeddings": True, "hidden_activation": "gelu"}),
+    "muse-turned-about": (
+        "muse_glimmer",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "layer_rope_theta": [5e4, 0, 5e4],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+        },
+    ),
+    "qwen3-5": ("qwen3_5_text", {}),
+    "qwen3-5-every-second": (
+        "qwen3_5_text",
+        {
+            "full_attention_interval": 2,
+            "linear_num_value_heads": 6,
+            "linear_value_head_dim": 32,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-5-ends-with-a-delta-net": (
+        "qwen3_5_text",
+        {
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_num_value_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_theta": 1e5, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3-5-yarn": (
+        "qwen3_5_text",
+        {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3-5-moe": ("qwen3_5_moe_text", {}),
+    "qwen3-5-moe-one-expert": (
+        "qwen3_5_moe_text",
+        {"full_attention_interval": 2, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3-next": ("qwen3_next", {}),
+    "qwen3-next-as-drawn": (
+        "qwen3_next",
+        {
+            "norm_topk_prob": False,
+            "mlp_only_layers": [3],
+            "linear_num_value_heads": 6,
+            "linear_value_head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-next-every-second": (
+        "qwen3_next",
+        {"decoder_sparse_step": 2, "full_attention_interval": 2, "attention_bias": True},
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral-window": ("mixtral", {"sliding_window": 7, "head_dim": 24}),
     "mixtral-all-experts": ("mixtral", {"num_experts_per_tok": 4, "hidden_act": "gelu"}),
@@ -105,7 +225,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def reference_logits(folder: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_reference(folder)
     with torch.inference_mode():
         return [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
 
@@ -163,12 +283,29 @@ def check_greedy(model: CausalDecoder, reference: Any, prompt: list[int], num_to
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral"]
+    "family",
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "gemma4_moe",
+        "qwen3_moe",
+        "mixtral",
+        "gpt_oss",
+        "muse_glimmer",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+    ],
 )
 def test_greedy_tokens_equal_transformers(family: str, tiny_model_dir: TinyModelDir) -> None:
     folder = tiny_model_dir(family)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    check_greedy(load(folder), reference, [5, 77, 401, 9, 33], 40)
+    check_greedy(load(folder), load_reference(folder), [5, 77, 401, 9, 33], 40)
 
 
 def test_rows_of_one_step_may_share_blocks(tiny_llama_dir: Path) -> None:

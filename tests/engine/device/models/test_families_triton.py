@@ -9,37 +9,58 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton_device
-from paged_model import PagedModel, Row, build
-from transformers import AutoModelForCausalLM
+from paged_model import PagedModel, Row, build, delta_shape
+from reference_model import load_reference
 
 from termgen.engine.device.attention.base import AttentionShape
+from termgen.engine.device.attention.groups import GroupedAttention
+from termgen.engine.device.config.cache_spec import CacheSpec, LayerGroup
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
+from termgen.engine.device.runner.make_attention import attention_needs
 
 triton_device.require_triton()
 
 from termgen.engine.device.attention.triton_paged import TritonPagedAttention  # noqa: E402
 from termgen.engine.device.layers.triton_ops import TritonOps  # noqa: E402
+from termgen.engine.device.recurrent.triton_delta import TritonGatedDelta  # noqa: E402
 
 TinyModelDir = Callable[..., Path]
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 BLOCK_SIZE = 16
 MAX_RELATIVE_ERROR = {_F32: 2e-5, _F16: 4e-3, _BF16: 3e-2}
 """The norm of the error of one token's logits, divided by the norm of the logits."""
+KEPT_IN_FLOAT32 = ("A_log", "dt_bias", "scale")
+"""Endings of weights that the engine does not round."""
 
+FEW = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}),
     "mistral": ("mistral", {"head_dim": 128, "sliding_window": 24}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "hidden_size": 256}),
     "qwen3": ("qwen3", {"head_dim": 128}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 256,
+            "query_pre_attn_scalar": 100,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 5.0,
+        },
+    ),
+    "muse": (
+        "muse_glimmer",
+        {"head_dim": 128, "sliding_window": 24, "num_hidden_layers": 3, "rms_norm_eps": 1e-5},
+    ),
     "gemma3": (
         "gemma3_text",
         {
@@ -50,48 +71,98 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "head_dim": 64,
+            "sliding_window": 24,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [112, 80, 112, 112],
+            "activation_sparsity_pattern": [0.7, 0.0, 0.0, 0.0],
+            **FEW,
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 64,
+            "global_head_dim": 128,
+            "sliding_window": 24,
+            "num_kv_shared_layers": 2,
+            **FEW,
+        },
+    ),
+    "gemma4_experts": (
+        "gemma4_moe",
+        {
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "sliding_window": 24,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "head_dim": 256,
+            "full_attention_interval": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 128,
+        },
+    ),
 }
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.06}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.06}
 
 
 def _cases() -> list[Any]:
     cases = []
     for where in triton_device.DEVICES_AND_DTYPES:
         device, dtype = where.values
-        # The engine refuses float16 for Gemma. Interpreted kernels are slow: two cases there.
-        families = set(FAMILIES) - ({"gemma3"} if dtype is _F16 else set())
+        # The engine refuses float16 for Gemma. Interpreted kernels are slow: fewer cases there.
+        gemma = {family for family in FAMILIES if family.startswith("gemma")}
+        families = set(FAMILIES) - (gemma if dtype is _F16 else set())
         if device == "cpu":
-            families = {"qwen3"} if dtype is _F16 else {"gemma3"}
+            families = {"qwen3"} if dtype is _F16 else {*gemma, "muse", "qwen3_5"}
         for family in sorted(families):
             name = f"{family}-{where.id}"
             cases.append(pytest.param(family, device, dtype, marks=where.marks, id=name))
     return cases
 
 
-def _attention(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> TritonPagedAttention:
-    return TritonPagedAttention(
-        AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            windows=tuple(dict.fromkeys(config.layer_windows)),
-            block_size=BLOCK_SIZE,
-            max_num_seqs=4,
-            max_num_tokens=128,
-            dtype=dtype,
-            kv_cache_dtype=dtype,
-            device=device,
+def _attention(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> GroupedAttention:
+    kinds: dict[CacheSpec, list[int]] = {}
+    for layer, spec in enumerate(config.layer_caches):
+        if spec is not None:
+            kinds.setdefault(replace(spec, window=None), []).append(layer)
+    backends = [
+        TritonPagedAttention(
+            AttentionShape(
+                num_heads=config.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                windows=tuple(dict.fromkeys(config.layer_windows)),
+                block_size=BLOCK_SIZE,
+                max_num_seqs=4,
+                max_num_tokens=128,
+                dtype=dtype,
+                kv_cache_dtype=dtype,
+                device=device,
+                needs=attention_needs(config),
+            )
         )
-    )
+        for spec in kinds
+    ]
+    groups = [LayerGroup(spec, tuple(layers)) for spec, layers in kinds.items()]
+    return GroupedAttention(backends, groups)
 
 
 def _reference(folder: Path, dtype: torch.dtype, sequences: list[list[int]]) -> list[torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=_F32).eval()
+    model = load_reference(folder)
     with torch.inference_mode():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(dtype))
+        for name, parameter in model.named_parameters():
+            if not name.endswith(KEPT_IN_FLOAT32):
+                parameter.copy_(parameter.to(dtype))
         return [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
 
 
@@ -109,7 +180,12 @@ def test_relative_error_of_logits(
     where = torch.device(device)
     ops: LayerOps = TritonOps()
     attention = _attention(config, dtype, where)
-    model = build(config, dtype=dtype, attention=attention, device=where, ops=ops)
+    shape, recurrent = delta_shape(config), None
+    if shape is not None:
+        recurrent = TritonGatedDelta(shape, max_rows=4, max_tokens=128, device=where)
+    model = build(
+        config, dtype=dtype, attention=attention, device=where, ops=ops, recurrent=recurrent
+    )
     load_weights(model, checkpoint)
     checkpoint.close()
     model.finalize()

@@ -16,10 +16,12 @@ from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.loader import load_model_config, open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
 from termgen.engine.device.models.decoder import CausalDecoder
-from termgen.errors import ConfigError, CorruptFileError
+from termgen.engine.device.runner.make_attention import attention_needs
+from termgen.errors import CorruptFileError
 
 TinyModelDir = Callable[..., Path]
-families = pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+families = pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+families_with_single_experts = pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 
 
 def stacked(folder: Path, family: str) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
@@ -30,7 +32,7 @@ def stacked(folder: Path, family: str) -> tuple[ModelConfig, dict[str, torch.Ten
     return load_model_config(folder), tensors
 
 
-@families
+@families_with_single_experts
 def test_stacked_and_single_experts_load_alike(family: str, tiny_model_dir: TinyModelDir) -> None:
     folder = tiny_model_dir(family)
     config, tensors = stacked(folder, family)
@@ -46,7 +48,7 @@ def test_stacked_and_single_experts_load_alike(family: str, tiny_model_dir: Tiny
         assert one[0] == other[0] and torch.equal(one[1], other[1]), one[0]
 
 
-@families
+@families_with_single_experts
 def test_what_lacks_or_exceeds_is_named(family: str, tiny_model_dir: TinyModelDir) -> None:
     config, tensors = stacked(tiny_model_dir(family), family)
     name = "model.layers.1.mlp.experts.down_proj"
@@ -59,12 +61,6 @@ def test_what_lacks_or_exceeds_is_named(family: str, tiny_model_dir: TinyModelDi
     del tensors[name]
     with pytest.raises(CorruptFileError, match=f"lacks tensor {extra}"):
         load_weights(build(config), StateDictCheckpoint(tensors))
-
-
-def test_int8_is_not_for_experts(tiny_model_dir: TinyModelDir) -> None:
-    with pytest.raises(ConfigError, match="experts of Qwen3MoeForCausalLM") as error:
-        build(load_model_config(tiny_model_dir("qwen3_moe")), quantization="int8")
-    assert error.value.param == "quantization"
 
 
 def load_on_kernels(folder: Path, dtype: torch.dtype, device: torch.device) -> CausalDecoder:
@@ -86,6 +82,7 @@ def load_on_kernels(folder: Path, dtype: torch.dtype, device: torch.device) -> C
         dtype=dtype,
         kv_cache_dtype=dtype,
         device=device,
+        needs=attention_needs(config),
     )
     attention = TritonPagedAttention(shape)
     model = build(config, dtype=dtype, attention=attention, device=device, ops=TritonOps())

@@ -16,14 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from termgen.config import EngineConfig
 from termgen.engine.device.loader import load_model_config
+from termgen.engine.device.models.transformers_config import build_empty
 from termgen.engine.device.runner.build import record_steps
 from termgen.engine.device.runner.cuda_graphs import RecordingError
 from termgen.engine.device.runner.dispatch import CudaGraphDispatcher
 from termgen.engine.loop.engine import SyncEngine
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.errors import (
     ConfigError,
     CorruptFileError,
@@ -50,10 +53,12 @@ FAMILIES: dict[str, Overrides] = {
     "gpt_bigcode": {},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
 }
+FEW_BLOCKS = {"cohere2": 26}
+"""Blocks of a cache that is too small for all prompts; 9 where all layers are one group."""
 OPTIONS: dict[str, Overrides] = {
     "plain": {},
     "chunked": {"max_num_batched_tokens": 16},
-    "preempted": {"num_gpu_blocks_override": 9, "max_model_len": 128},
+    "preempted": {"max_model_len": 128},
     "async-no-cache": {"async_scheduling": True, "enable_prefix_caching": False},
 }
 
@@ -142,7 +147,7 @@ def run(engine: SyncEngine, prompts: list[list[int]]) -> list[list[int]]:
         for delta in engine.step():
             assert delta.error is None, delta.error
             outputs[int(delta.request_id)] += delta.token_ids
-        engine.core.scheduler.check_integrity()
+        check_scheduler(engine.core.scheduler)
     return outputs
 
 
@@ -177,6 +182,8 @@ def test_parity_with_transformers(
     folder, prompts = make_model(model_type), random_prompts()
     expected = reference(folder, prompts)
     for name, options in OPTIONS.items():
+        if name == "preempted":
+            options = options | {"num_gpu_blocks_override": FEW_BLOCKS.get(model_type, 9)}
         engine = engines(folder, **options)
         assert run(engine, prompts) == expected, name
         if name == "preempted":
@@ -229,10 +236,34 @@ def test_rotary_frequencies_do_not_change_with_other_requests(
     )
     with caplog.at_level(logging.WARNING):
         config = load_model_config(folder)
-    assert config.max_position_embeddings == 96
+    assert (config.max_position_embeddings, config.extended_positions) == (96, 512)
     assert "limited to 96 of 512 positions" in caplog.text
+    assert "max_model_len above 96" in caplog.text
     prompts = random_prompts()
     assert run(engines(folder), prompts) == reference(folder, prompts)
+    # In a longer context all requests have the frequencies of long texts, those of 97 tokens on.
+    long = [prompt * (100 // len(prompt) + 1) for prompt in prompts]
+    assert run(engines(folder, max_model_len=512), long) == reference(folder, long)
+    with pytest.raises(ConfigError, match="max_model_len 513 is more than the model's 512 posit"):
+        engines(folder, max_model_len=513)
+
+
+def test_frequencies_that_follow_the_length_become_those_of_the_longest_context() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=2, num_hidden_layers=1, vocab_size=9,
+        intermediate_size=8, max_position_embeddings=64, rope_parameters=rope,
+    )  # fmt: skip
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    short = build_empty(config, **options).model.rotary_emb
+    long = build_empty(config, length=100, **options).model.rotary_emb
+    reference = LlamaRotaryEmbedding(config)
+    x = torch.zeros(1, 1, 1)
+    for module, length in ((short, 64), (long, 100)):
+        positions = torch.arange(length)[None]
+        for found, expected in zip(module(x, positions), reference(x, positions), strict=True):
+            torch.testing.assert_close(found, expected)
+    assert not torch.equal(short.inv_freq, long.inv_freq)
 
 
 def test_nor_do_those_of_each_type_of_layer(
@@ -263,11 +294,9 @@ REFUSED: dict[str, tuple[Overrides, str]] = {
     "recurrent_gemma": ({}, "layers of type|a state besides keys and values"),
     "bert": ({}, "not causal"),
     "bart": ({}, "an encoder and a decoder"),
-    "gemma2": ({"head_dim": 16}, "needs softcap"),
+    "vaultgemma": ({"head_dim": 16}, "needs softcap"),
     "moshi": ({"head_dim": 16}, "sliding windows that it does not pass to its attention"),
     "diffllama": ({}, "more than once"),
-    "gemma3n_text": ({}, "does not take its config.json: The set of layer types"),
-    "gemma4_text": ({}, "its code fails in a trial run"),
     "reformer": ({}, "its code fails in a trial run"),
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from paged_model import PagedModel, Row, StateDictCheckpoint, build, load
 
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import TorchOps
@@ -27,7 +28,25 @@ def read_tensors(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral"]
+    "family",
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "gemma4_moe",
+        "qwen3_moe",
+        "mixtral",
+        "gpt_oss",
+        "muse_glimmer",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+    ],
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_is_filled(family: str, tied: bool, tiny_model_dir: TinyModelDir) -> None:
@@ -180,6 +199,11 @@ def test_dummy_weights_depend_on_the_seed_alone(tiny_model_dir: TinyModelDir) ->
         ("qwen2", "int8"),
         ("gemma3_text", None),
         ("gemma3_text", "int8"),
+        ("gemma3n_text", None),
+        ("gemma3n_text", "int8"),
+        ("gemma4_text", None),
+        ("gemma4_text", "int8"),
+        ("gemma4_moe", None),
         ("qwen3_moe", None),
     ],
 )
@@ -212,13 +236,15 @@ def test_unknown_names_are_errors(tiny_llama_dir: Path) -> None:
 
 
 def test_int8_is_for_the_cpu(tiny_llama_dir: Path) -> None:
+    config = load_model_config(tiny_llama_dir)
+    attention = GroupedAttention.without_windows(TorchReferenceAttention(), config.layer_caches)
     with pytest.raises(ConfigError, match="CPU") as error:
         build_model(
-            load_model_config(tiny_llama_dir),
+            config,
             dtype=torch.bfloat16,
             device=torch.device("meta"),
             quantization="int8",
-            attention=TorchReferenceAttention(),
+            attention=attention,
             ops=TorchOps(),
         )
     assert error.value.param == "quantization"

@@ -23,6 +23,10 @@ FLOAT16_AT = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
 }
 
 
@@ -38,6 +42,10 @@ def random_blocks(ggml_type: GGMLType, num_blocks: int, seed: int) -> np.ndarray
         exponents = 0x7C00 if ggml_type.name == "F16" else 0x7F80
         patterns = raw.view(np.uint16)
         patterns[(patterns & exponents) == exponents] = 0x3C01
+        return raw.reshape(-1)
+    if ggml_type.name == "MXFP4":
+        # 255 stands for no number, and 6 times the power of 253 or 254 is beyond float32.
+        raw[:, 0] = raw[:, 0].clip(max=252)
         return raw.reshape(-1)
     for offset in FLOAT16_AT[ggml_type.name]:
         scales = (rng.standard_normal(num_blocks) * 10.0 ** rng.integers(-6, 3, num_blocks)).astype(
@@ -90,9 +98,15 @@ def test_reads_a_read_only_buffer_without_changing_it() -> None:
     assert bytes(frozen) == raw.tobytes()
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "IQ4_XS", "F64", "I32", "MXFP4"])
+@pytest.mark.parametrize("name", ["TQ1_0", "IQ2_S", "F64", "I32", "NVFP4"])
 def test_unsupported_type_names_the_tensor_and_the_type(name: str) -> None:
     ggml_type = GGML_TYPES[TYPE_IDS[name]]
     raw = np.zeros(ggml_type.block_bytes, dtype=np.uint8)
     with pytest.raises(UnsupportedModelError, match=rf"'blk\.3\.ffn_up\.weight'.*{name}"):
         dequantize(raw, ggml_type, (ggml_type.block_size,), name="blk.3.ffn_up.weight")
+
+
+def test_a_power_of_two_that_is_none_shows() -> None:
+    raw = np.full(17, 255, dtype=np.uint8)
+    values = dequantize(raw, GGML_TYPES[TYPE_IDS["MXFP4"]], (32,), name="t")
+    assert not values.isfinite().any()

@@ -17,6 +17,7 @@ from constrained_harness import FakeGrammar, make_late
 from termgen.config import EngineConfig
 from termgen.engine.device.runner.dispatch import CudaGraphDispatcher
 from termgen.engine.loop.engine import SyncEngine
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -82,7 +83,7 @@ def run(engine: SyncEngine, *, on_time: float = 1.0) -> tuple[Answers, list[Step
         for delta in engine.step():
             assert delta.error is None, delta.error
             answers.setdefault(delta.request_id, []).extend(delta.token_ids)
-        engine.core.scheduler.check_integrity()
+        check_scheduler(engine.core.scheduler)
 
     for i in range(18):
         grammar = FakeGrammar(int(rng.integers(2, 14)), vocab=VOCAB, modulus=40 + i)

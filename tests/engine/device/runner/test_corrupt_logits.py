@@ -16,6 +16,7 @@ from constrained_harness import FakeGrammar
 from termgen.config import EngineConfig
 from termgen.engine.device.runner.dispatch import CudaGraphDispatcher
 from termgen.engine.loop.engine import SyncEngine
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.errors import CorruptedLogitsError
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.request import FinishReason, GenerationRequest
@@ -56,7 +57,7 @@ def use_kernels(engine: SyncEngine) -> SyncEngine:
 def spoil(engine: SyncEngine, token: int) -> None:
     model = engine.core.executor._runner.model  # type: ignore[attr-defined]
     with torch.inference_mode():
-        model.embedding.weight[token] = torch.nan
+        model.embedding.method.weight[token] = torch.nan
 
 
 def prompt_of(i: int, last: int) -> tuple[int, ...]:
@@ -88,7 +89,7 @@ def run(engine: SyncEngine, bad: int, spoilt: set[int]) -> tuple[Answers, list[S
             if delta.finish_reason is FinishReason.ERROR:
                 assert isinstance(delta.error, CorruptedLogitsError)
                 failed.add(int(delta.request_id))
-        engine.core.scheduler.check_integrity()
+        check_scheduler(engine.core.scheduler)
     assert failed == spoilt
     assert engine.core.scheduler.stats.num_corrupted == len(spoilt)
     return answers, [e for e in ring.drain() if isinstance(e, StepRecord)]

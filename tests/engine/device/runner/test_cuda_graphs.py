@@ -47,7 +47,22 @@ def mixed_load(engine: SyncEngine, seed: int) -> tuple[dict[str, list[int]], lis
     return run_mixed_load(engine, seed, num_requests=40, longest_prompt=89, most_tokens=37)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "gemma4_moe",
+        "qwen3_moe",
+        "gpt_oss",
+        "muse_glimmer",
+    ],
+)
 def test_recorded_steps_give_the_tokens_of_eager_ones(
     family: str, tiny_model_dir: ModelDir
 ) -> None:
@@ -75,6 +90,7 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     [
         ("piecewise", "qwen3", {"PIECEWISE"}, {"PIECEWISE"}),
         ("piecewise", "gemma3_text", {"PIECEWISE"}, {"PIECEWISE"}),
+        ("piecewise", "muse_glimmer", {"PIECEWISE"}, {"PIECEWISE"}),
         ("full_and_piecewise", "qwen3_moe", {"FULL"}, {"PIECEWISE"}),
         ("full_decode_only", "llama", {"FULL"}, {"NONE"}),
     ],

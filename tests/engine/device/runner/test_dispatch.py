@@ -162,7 +162,7 @@ class InPieces:
 
     def first_piece(self) -> None: ...
 
-    attend = next_piece = last_piece = first_piece
+    attend = next_piece = last_piece = head_dim = first_piece
 
 
 SMALL = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)

@@ -69,8 +69,23 @@ def run(engine: SyncEngine, seed: int = 31) -> tuple[dict[str, list[int]], list[
     return run_mixed_load(engine, seed, num_requests=14, longest_prompt=39, most_tokens=29)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "qwen3_moe"])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("family", "asynchronous"),
+    [
+        ("llama", False),
+        ("llama", True),
+        ("mistral", True),
+        ("qwen3", False),
+        ("gemma2", False),
+        ("gemma3_text", True),
+        ("gemma3n_text", False),
+        ("gemma4_text", True),
+        ("gemma4_moe", True),
+        ("qwen3_moe", False),
+        ("gpt_oss", False),
+        ("muse_glimmer", True),
+    ],
+)
 def test_pieces_give_the_tokens_of_eager_steps(
     family: str, asynchronous: bool, tiny_model_dir: ModelDir
 ) -> None:
@@ -154,7 +169,7 @@ def replace_cache(runner: Any) -> None:
 
 
 def replace_rows(runner: Any) -> None:
-    runner.state.block_table = runner.state.block_table.clone()
+    runner.state.block_tables = runner.state.block_tables.clone()
 
 
 def replace_weight(runner: Any) -> None:
@@ -170,7 +185,7 @@ def replace_header(runner: Any) -> None:
     ("move", "names"),
     [
         (replace_cache, "kv_caches[0], kv_caches[1]"),
-        (replace_rows, "state.block_table"),
+        (replace_rows, "state.block_tables"),
         (replace_weight, "model.norm.weight"),
         (replace_header, "header.tensor"),
     ],

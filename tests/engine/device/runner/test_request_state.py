@@ -106,13 +106,13 @@ def test_a_mixed_batch_is_laid_out_from_the_rows(device: str) -> None:
     assert batch.input_ids.tolist() == [15, 22, 23, 24]
     assert batch.positions.tolist() == [5, 2, 3, 4]
     # block * 4 + offset, blocks by position // 4
-    assert batch.metadata.slot_mapping.tolist() == [3 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 6 * 4]
-    assert batch.metadata.query_start_loc.tolist() == [0, 1, 4]
-    assert batch.metadata.seq_lens.tolist() == [6, 5]
+    assert batch.metadata[0].slot_mapping.tolist() == [3 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 6 * 4]
+    assert batch.metadata[0].query_start_loc.tolist() == [0, 1, 4]
+    assert batch.metadata[0].seq_lens.tolist() == [6, 5]
     assert batch.logits_indices is not None
     assert batch.logits_indices.tolist() == [0, 3]
-    assert batch.metadata.num_decodes == 1
-    assert batch.metadata.block_table.tolist() == [[9, 3], [5, 6]]
+    assert batch.metadata[0].num_decodes == 1
+    assert batch.metadata[0].block_table.tolist() == [[9, 3], [5, 6]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -139,7 +139,7 @@ def test_a_row_stops_on_the_device_and_later_steps_change_nothing_that_matters(
     assert bool(state.finished[0])
     ahead = plan([(0, 1, 2)])
     batch = buffers.prepare(ahead, state)
-    assert batch.metadata.slot_mapping.tolist() == [2], "it writes to the null block"
+    assert batch.metadata[0].slot_mapping.tolist() == [2], "it writes to the null block"
     assert sample(state, [0], [1], [11]) == [False]
     assert int(state.total_len[0]) == 3
 
@@ -224,4 +224,4 @@ def test_every_column_of_every_added_row(device: str) -> None:
         }
     assert (state.num_logprobs[1], state.edit_kinds[1]) == (-1, 0)
     assert state.total_len[1] == 0 and state.top_p[1] == 1.0, "another row was written"
-    assert state.block_table[0, 0] == 5 and state.block_table[2, 1] == 6
+    assert state.block_tables[0, 0, 0] == 5 and state.block_tables[0, 2, 1] == 6

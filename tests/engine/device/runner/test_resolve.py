@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from termgen.engine.device.runner import resolve
-from termgen.engine.device.runner.resolve import resolve_device, resolve_wait
+from termgen.engine.device.runner.resolve import (
+    resolve_device,
+    resolve_wait,
+    seats_for_states,
+)
 from termgen.errors import ConfigError
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it."
@@ -67,3 +71,13 @@ def test_a_cpu_is_kept_busy_by_waiting_only_where_others_are_left(
 ) -> None:
     monkeypatch.setattr(resolve, "usable_cpus", lambda: range(num_cpus))
     assert resolve_wait(wait) == spins
+
+
+@pytest.mark.parametrize(
+    ("state_mib", "total_gib", "expected"),
+    [(144, 141, 128), (60, 141, 256), (144, 24, 32), (1, 24, 256), (9000, 24, 1)],
+)
+def test_states_take_no_more_than_their_share(
+    state_mib: int, total_gib: int, expected: int
+) -> None:
+    assert seats_for_states(256, state_mib * 2**20, total_gib * 2**30) == expected

@@ -36,6 +36,8 @@ MODES = {
     "full_and_piecewise": ["FULL", "NONE", "PIECEWISE"],
 }
 """Graph mode of steps with these graphs: some are too large for any."""
+DELTA_KERNELS = 6
+"""Kernels of gated delta nets, and the gate of attention."""
 PROGRAM = Path(__file__).with_name("variants_without_gpu.py")
 
 
@@ -59,6 +61,8 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
     print("seed", seed)
     settings = {"max_num_batched_tokens": 1100, "max_model_len": 512, "skip_tokenizer_init": True}
     common = {"seed": seed, "graphs": "full"}
+    # Each kind of layer once: what others run is the same.
+    few = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     cases = [
         {  # odd sizes: no slice of a buffer by rows stays aligned
             **common,
@@ -91,6 +95,59 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
             "num_blocks": 160,
             "graphs": "full_and_piecewise",
         },
+        {  # experts with biases, sinks
+            **common,
+            "folder": str(tiny_model_dir("gpt_oss")),
+            "settings": {**settings, "max_num_seqs": 6},
+            "batches": [1, 5, 6],
+            "num_blocks": 30,
+        },
+        {  # a gate of attention, in pieces
+            **common,
+            "folder": str(tiny_model_dir("muse_glimmer", num_hidden_layers=3)),
+            "settings": {**settings, "max_num_seqs": 7},
+            "batches": [1, 2, 3, 7],
+            "num_blocks": 60,
+            "graphs": "piecewise",
+        },
+        {  # layers of unequal sizes that share keys and values, and have inputs of their own
+            **common,
+            "folder": str(tiny_model_dir("gemma4_text", num_kv_shared_layers=2, **few)),
+            "settings": {**settings, "max_num_seqs": 6},
+            "batches": [1, 5, 6],
+            "num_blocks": 60,
+        },
+        {  # streams, and gates that are closed, in pieces
+            **common,
+            "folder": str(
+                tiny_model_dir(
+                    "gemma3n_text",
+                    num_kv_shared_layers=2,
+                    intermediate_size=[112, 80, 112, 112],
+                    activation_sparsity_pattern=[0.7, 0.0, 0.0, 0.0],
+                    **few,
+                )
+            ),
+            "settings": {**settings, "max_num_seqs": 7},
+            "batches": [1, 2, 3, 7],
+            "num_blocks": 60,
+            "graphs": "piecewise",
+        },
+        {  # experts beside the MLP, in pieces
+            **common,
+            "folder": str(tiny_model_dir("gemma4_moe", **few)),
+            "settings": {**settings, "max_num_seqs": 7},
+            "batches": [1, 2, 3, 7],
+            "num_blocks": 60,
+            "graphs": "piecewise",
+        },
+        {  # gated delta nets: no pieces
+            **common,
+            "folder": str(tiny_model_dir("qwen3_5_text")),
+            "settings": {**settings, "max_num_seqs": 7},
+            "batches": [1, 2, 3, 7],
+            "num_blocks": 60,
+        },
         {  # all steps in pieces, with windows and two rotations
             **common,
             "folder": str(tiny_model_dir("gemma3_text")),
@@ -105,7 +162,11 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
     for case, found in zip(cases, results, strict=True):
         assert not found["late"], (case, found["late"])
         assert found["modes"] == MODES[case["graphs"]]
-        num_kernels = 18 + 3 * ("moe" in case["folder"]) - (case["graphs"] == "piecewise")
+        has_experts = "moe" in case["folder"] or "gpt_oss" in case["folder"]
+        num_kernels = 18 + 3 * has_experts - (case["graphs"] == "piecewise")
+        num_kernels += "muse" in case["folder"]
+        num_kernels += "gemma4_moe" in case["folder"]  # the activation of an MLP, too
+        num_kernels += DELTA_KERNELS * ("qwen3_5" in case["folder"])
         assert len(found["kernels"]) == num_kernels, found["kernels"]
         assert found["largest_step"] >= 1024 or case is cases[0]
         assert found["prefix_hit_tokens"]

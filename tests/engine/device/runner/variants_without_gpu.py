@@ -26,10 +26,13 @@ import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from termgen.config import EngineConfig
 from termgen.engine.device import kernels
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.attention.triton_paged import TritonPagedAttention
+from termgen.engine.device.config.cache_spec import group_layers
 from termgen.engine.device.kernels.compilation import Missing, collect_missing
 from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 from termgen.engine.device.layers.linear import Build, LinearSpec
@@ -42,11 +45,13 @@ from termgen.engine.device.runner.dispatch import (
     mixed_sizes,
     piecewise_sizes,
 )
+from termgen.engine.device.runner.make_attention import attention_shapes
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.engine.device.runner.warm_up import dummy_run
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from termgen.engine.schedule.state_cache import StateCache
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import GraphStatus, StepPlan, StepResult
@@ -103,6 +108,21 @@ def pretend_a_gpu() -> None:
         if getattr(module, "why_unusable", None) is why_not:
             module.why_unusable = lambda device, dtype=None: ""  # type: ignore[attr-defined]
     RequestState.await_masks = await_by_kernel  # type: ignore[method-assign]
+    JITFunction._pack_args = pack_once(JITFunction._pack_args)
+
+
+def pack_once(pack: Any) -> Any:
+    """Triton's description of a variant, made once: most of the time of 80,000 launches otherwise.
+    Types, alignments, constants and options decide it, which are Triton's own key, too."""
+    packed: dict[Any, Any] = {}
+
+    def lookup(kernel: Any, backend: Any, kwargs: Any, bound: Any, kinds: Any, options: Any) -> Any:
+        key = kernel, tuple(kinds), str(options)
+        if key not in packed:
+            packed[key] = pack(kernel, backend, kwargs, bound, kinds, options)
+        return packed[key]
+
+    return lookup
 
 
 def await_by_kernel(
@@ -124,7 +144,7 @@ def small_gemm_choice(num_rows: int, spec: LinearSpec) -> SmallGemmConfig | None
     return SmallGemmConfig("mma", rows, 64, 64, 4, 3, splits)
 
 
-NUM_REQUESTS = 35
+NUM_REQUESTS = 30
 
 
 class PlanExecutor:
@@ -175,17 +195,27 @@ def make_runner(config: EngineConfig, folder: Path) -> model_runner.ModelRunner:
     device = torch.device("cpu")
     model_config = build.load_model_config(folder)
     limits = resolve.resolve_limits(config, model_config, device)
-    shape = build._attention_shape(config, model_config, limits, torch.float16, device)
-    block_size = TritonPagedAttention.capabilities.preferred_block_size
-    shape = replace(shape, block_size=config.block_size or block_size)
-    attention = TritonPagedAttention(shape)
+    shapes = attention_shapes(config, model_config, limits, torch.float16, device)
+    block_size = config.block_size or TritonPagedAttention.capabilities.preferred_block_size
+    shapes = [replace(shape, block_size=block_size) for shape in shapes]
+    groups = group_layers(
+        [spec and replace(spec, window=None) for spec in model_config.layer_caches],
+        block_size=block_size,
+        max_model_len=limits.max_model_len,
+    )
+    attention = GroupedAttention.of_shapes(
+        [TritonPagedAttention(shape) for shape in shapes], shapes, groups
+    )
+    shape = shapes[0]
     model = registry.resolve_name(registry.MODELS[model_config.architecture])(
         model_config,
         Build(torch.float16, device, SmallBatchLinears(small_gemm_choice), TritonOps()),
         attention,
+        build.make_recurrent(model_config, limits, device),
     )
     for parameter in model.parameters():
         parameter.data.zero_()
+    model.finalize()
     return model_runner.ModelRunner(
         model,
         model_config,
@@ -244,12 +274,19 @@ def serve(core: EngineCore, seed: int, *, longest: int, batches: list[int]) -> N
 
 def make_core(runner: model_runner.ModelRunner, executor: PlanExecutor, blocks: int) -> EngineCore:
     most_rows, most_tokens = runner.state.pad_row, len(runner.buffers.input_ids)
+    states = StateCache(
+        block_size=runner.block_size,
+        max_num_seqs=most_rows,
+        first_place=most_rows + 1,
+        num_places=runner.num_state_places,
+    )
     kv = KVCacheManager(
         num_blocks=blocks,
         block_size=runner.block_size,
         max_num_seqs=most_rows,
         max_model_len=runner.max_model_len,
         enable_prefix_caching=True,
+        states=states if runner.num_state_places else None,
     )
     limits = SchedulerConfig(
         max_num_seqs=most_rows,

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from termgen.client import TokenLogprob
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
+from termgen.engine.schedule.invariants import check_scheduler
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -138,7 +139,7 @@ def check(engine: SyncEngine, cases: list[Case]) -> None:
                 assert not tokens[index], "and not after the first token"
                 scores[index] = delta.prompt_logprobs
             tokens[index] += delta.token_ids
-        engine.core.scheduler.check_integrity()
+        check_scheduler(engine.core.scheduler)
     assert tokens == [case.tokens for case in cases]
     wanted = {i for i, case in enumerate(cases) if case.params.prompt_logprobs is not None}
     assert scores.keys() == wanted

@@ -146,3 +146,26 @@ def test_a_gpu_waits_for_masks_while_the_host_is_elsewhere() -> None:
     state.masks.given_up.fill_(-1)
     in_time, took_s = timed(0, 1, after_s=IDLE_PATIENCE_S / 4)
     assert in_time == [1, 1, 0] and took_s >= IDLE_PATIENCE_S / 4
+
+
+def test_where_no_token_may_be_computed_twice_masks_are_there_first() -> None:
+    state = RequestState(
+        max_num_seqs=2,
+        max_model_len=32,
+        max_blocks=2,
+        is_recurrent=True,
+        vocab_size=VOCAB,
+        num_eos_ids=1,
+        device=torch.device("cpu"),
+    )
+    assert not state.masks.is_awaited
+    make_rows(state, (True, False))
+    slots, num_tokens = batch(state, 0, 1)
+    began = time.perf_counter()
+    assert state.await_masks(slots, num_tokens).tolist() == [1, 1, 0]
+    assert time.perf_counter() - began < IDLE_PATIENCE_S
+    bits = np.full((1, -(-VOCAB // 32)), 5, np.int32)
+    state.masks.post(np.asarray([0]), np.asarray([9]), bits)
+    state.masks.upload(np.asarray([0], np.int32))
+    masks = state.masks.of(slots, state.edit_kinds[slots])
+    assert masks.bits[0].tolist() == [5, 5, 5] and not masks.bits[1].any()

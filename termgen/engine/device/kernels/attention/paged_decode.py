@@ -27,7 +27,7 @@ from termgen.engine.device.kernels.attention.decode_plan import DecodeWorkspace
 from termgen.engine.device.kernels.kv_cache import cache_constants
 from termgen.engine.device.kernels.launch import ask_l2, dot_precision, next_power_of_2, pdl_options
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _MMA_ROWS = 16
 _PREFETCH_TILES = 3
 _MAX_COMBINED = 8192
@@ -41,6 +41,20 @@ def to_product_type(q, CACHE_BITS: tl.constexpr):
         return tl.clamp(q.to(tl.float32), -65504.0, 65504.0, tl.PropagateNan.ALL).to(tl.float16)
     else:
         return q
+
+
+@triton.jit
+def capped(doubled, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(doubled / 2 * ln 2), for scores that `cap_scale` has scaled."""
+    return SOFTCAP - 2 * SOFTCAP / (1.0 + tl.exp2(doubled))
+
+
+def cap_scale(scale: float, softcap: float | None) -> tuple[float, float]:
+    """The kernel's factor of products, and its cap: 0 for none. Its scores are powers of two, and
+    a capped one is made from the power that tanh consists of."""
+    if softcap is None:
+        return scale * _LOG2_E.value, 0.0
+    return 2 * scale / softcap * _LOG2_E.value, softcap * _LOG2_E.value
 
 
 @triton.jit
@@ -83,6 +97,7 @@ def attend_run(
     IS_WITHIN_BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """`run` tiles of one (row, head) from `first_key`: sums that are not yet divided, [M, D], and
     of each query the largest score and the sum of the weights, [M]."""
@@ -112,10 +127,14 @@ def attend_run(
             place = tl.minimum(key + TILE, seq_len - 1)
             block = tl.load(table + place // BLOCK_SIZE)
         inside = (key < seq_len)[:, None]
+        if WINDOW > 0:  # the blocks before it are given up, and 0 * NaN is not 0
+            inside = inside & (key >= seq_len - WINDOW)[:, None]
         if BLOCK_D > HEAD_DIM:
             inside = inside & (dims < HEAD_DIM)[None, :]
         k = tl.load(at, mask=inside, other=0.0).to(q.dtype)  # from an 8-bit cache; else nothing
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SOFTCAP > 0:
+            scores = capped(scores, SOFTCAP)
         is_seen = key < seq_len
         if WINDOW > 0:
             is_seen = is_seen & (key >= seq_len - WINDOW)
@@ -132,10 +151,18 @@ def attend_run(
 
 
 @triton.jit
+def weigh_sinks(sinks_ptr, heads, GROUP: tl.constexpr, top):
+    """What the sinks of a group's heads add to the sums of their weights."""
+    sinks = tl.load(sinks_ptr + heads, mask=heads < GROUP, other=0.0)
+    return tl.exp2(sinks * _LOG2_E - top)
+
+
+@triton.jit
 def combine_pieces(
     partial_ptr,
     softmax_ptr,
     out_ptr,
+    sinks_ptr,
     first_program,
     last_program,
     GROUP: tl.constexpr,
@@ -143,6 +170,7 @@ def combine_pieces(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PIECES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Adds up the pieces of one (row, head): slot 1 of its first program, slot 0 of the others."""
     heads = tl.arange(0, GROUP_ROWS)
@@ -171,6 +199,8 @@ def combine_pieces(
         total = total * shrink + tl.sum(sums * weights, axis=0)
         acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], axis=0)
         top = new_top
+    if HAS_SINKS:
+        total += weigh_sinks(sinks_ptr, heads, GROUP, top)
     inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     to = out_ptr + heads[:, None] * HEAD_DIM + dims[None, :]
     tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
@@ -209,6 +239,7 @@ def _paged_decode_kernel(
     partial_ptr,
     softmax_ptr,
     arrivals_ptr,
+    sinks_ptr,
     scale,
     num_rows,
     q_stride,
@@ -235,6 +266,8 @@ def _paged_decode_kernel(
     PREFETCH_TILES: tl.constexpr,
     THREADS: tl.constexpr,
     USE_PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     if USE_PDL:
         gdc_launch_dependents()
@@ -290,11 +323,13 @@ def _paged_decode_kernel(
                 seq_len,
                 scale,
                 BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, TILE,
-                IS_WITHIN_BLOCK, NUM_STAGES, PRECISION,
+                IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP,
             )  # fmt: skip
 
             out_at = out_ptr + row.to(tl.int64) * ROW_SIZE + kv_head * (GROUP * HEAD_DIM)
             if run == all_tiles:
+                if HAS_SINKS:
+                    total += weigh_sinks(sinks_ptr + kv_head * GROUP, heads, GROUP, top)
                 result = (acc / total[:, None]).to(out_dtype)
                 tl.store(out_at + heads[:, None] * HEAD_DIM + dims[None, :], result, mask=head_mask)
             else:
@@ -318,6 +353,7 @@ def _paged_decode_kernel(
                         partial_ptr,
                         softmax_ptr,
                         out_at,
+                        sinks_ptr + kv_head * GROUP if HAS_SINKS else None,
                         first_program,
                         last_program,
                         GROUP=GROUP,
@@ -325,6 +361,7 @@ def _paged_decode_kernel(
                         HEAD_DIM=HEAD_DIM,
                         BLOCK_D=BLOCK_D,
                         PIECES=PIECES,
+                        HAS_SINKS=HAS_SINKS,
                     )
             done += run
         tile = 0
@@ -347,6 +384,8 @@ def paged_decode(
     num_rows: int,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [num_heads] float32
     out: torch.Tensor,  # [B, num_heads, head_dim], contiguous
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -363,6 +402,7 @@ def paged_decode(
     assert block_table.stride(1) == 1
     config, group = workspace.config, num_heads // num_kv_heads
     group_rows, block_d = next_power_of_2(group), next_power_of_2(head_dim)
+    factor, cap = cap_scale(scale, softcap)
     if num_rows:
         _paged_decode_kernel[(workspace.num_programs,)](
             q,
@@ -374,7 +414,8 @@ def paged_decode(
             workspace.partial,
             workspace.softmax,
             workspace.arrivals,
-            scale * _LOG2_E,
+            sinks,
+            factor,
             num_rows,
             q.stride(0),
             block_table.stride(0),
@@ -393,6 +434,8 @@ def paged_decode(
             PRECISION=dot_precision(q.dtype),
             PREFETCH_TILES=_prefetch_tiles(cache, config.tile),
             THREADS=32 * config.num_warps,
+            SOFTCAP=cap,
+            HAS_SINKS=sinks is not None,
             num_warps=config.num_warps,
             **pdl_options(q.device, enabled=pdl),
         )

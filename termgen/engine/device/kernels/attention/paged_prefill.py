@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from termgen.engine.device.kernels.attention.paged_decode import to_product_type
+from termgen.engine.device.kernels.attention.paged_decode import cap_scale, capped, to_product_type
 from termgen.engine.device.kernels.attention.prefill_plan import PLAN_FIELDS, PrefillConfig
 from termgen.engine.device.kernels.kv_cache import cache_constants
 from termgen.engine.device.kernels.launch import dot_precision, has_tma, next_power_of_2
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -53,6 +53,7 @@ def _attend_tile(
     cache,
     block,
     first_key,
+    first_seen,
     last_key,
     positions,
     kv_head,
@@ -71,8 +72,10 @@ def _attend_tile(
     USE_TMA: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
-    """The tile of keys from position `first_key`; `block` is what `_load_blocks` found."""
+    """The tile of keys from position `first_key`; `block` is what `_load_blocks` found. No key
+    before `first_seen` or after `last_key` counts."""
     key = first_key + tl.arange(0, TILE)
     if USE_TMA:
         line = (block * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE) + first_key % BLOCK_SIZE
@@ -87,13 +90,16 @@ def _attend_tile(
         at = cache + (at + place * TOKEN_STRIDE)[:, None] + dims[None, :]
         inside = (dims < HEAD_DIM)[None, :]
         if MASKED:
-            inside = inside & (key <= last_key)[:, None]
+            inside = inside & ((key >= first_seen) & (key <= last_key))[:, None]
         if MASKED or BLOCK_D > HEAD_DIM:
             k = tl.load(at, mask=inside, other=0.0)
         else:
             k = tl.load(at)
     k = k.to(q.dtype)  # an 8-bit cache; else nothing
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFTCAP > 0:
+        scores = capped(scores * scale, SOFTCAP)
+        scale = 1.0  # they are scaled already
     if MASKED:
         is_seen = key[None, :] <= positions[:, None]
         if WINDOW > 0:
@@ -111,8 +117,9 @@ def _attend_tile(
     if USE_TMA:
         v = cache.load([line + BLOCK_SIZE, 0]).to(q.dtype)
         if MASKED:
-            # A block's unused places may hold anything, and 0 * NaN is not 0.
-            v = tl.where((key <= last_key)[:, None], v, 0.0)
+            # Unused places of a block, and blocks that were given up, may hold anything, and
+            # 0 * NaN is not 0.
+            v = tl.where(((key >= first_seen) & (key <= last_key))[:, None], v, 0.0)
     elif MASKED or BLOCK_D > HEAD_DIM:
         v = tl.load(at + V_OFFSET, mask=inside, other=0.0).to(q.dtype)
     else:
@@ -132,6 +139,7 @@ def _paged_prefill_kernel(
     out_ptr,
     block_table_ptr,
     plan_ptr,
+    sinks_ptr,
     scale,
     num_tiles,
     q_stride,
@@ -154,6 +162,8 @@ def _paged_prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     entry = plan_ptr + (num_tiles - 1 - tl.program_id(0)) * PLAN_FIELDS
     kv_head = tl.program_id(1)
@@ -183,10 +193,12 @@ def _paged_prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     end = tl.minimum(first_position + QUERIES, seq_len)
     first_tile = 0
+    first_seen = 0
     num_full = tl.maximum(first_position + 1, 0) // TILE
     if WINDOW > 0:
         first_tile = tl.maximum(first_position - WINDOW + 1, 0) // TILE
         num_full = first_tile
+        first_seen = tl.maximum(first_position - WINDOW + 1, 0)
     if seq_len == 0:
         num_full = 0
         end = 0
@@ -200,18 +212,25 @@ def _paged_prefill_kernel(
         block_here = block
         block = _load_blocks(table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
         acc, top, total = _attend_tile(
-            q, acc, top, total, cache, block_here, step * TILE, last_key, positions, kv_head, scale,
-            BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM,
-            BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, False, PRECISION,
+            q, acc, top, total, cache, block_here, step * TILE, first_seen, last_key, positions,
+            kv_head, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, False,
+            PRECISION, SOFTCAP,
         )  # fmt: skip
     for step in tl.range(num_full, last_tile, num_stages=NUM_STAGES):
         block_here = block
         block = _load_blocks(table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
         acc, top, total = _attend_tile(
-            q, acc, top, total, cache, block_here, step * TILE, last_key, positions, kv_head, scale,
-            BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM,
-            BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, True, PRECISION,
+            q, acc, top, total, cache, block_here, step * TILE, first_seen, last_key, positions,
+            kv_head, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, True,
+            PRECISION, SOFTCAP,
         )  # fmt: skip
+    if HAS_SINKS:
+        if SOFTCAP > 0:
+            scale = 1.0
+        sinks = tl.load(sinks_ptr + heads) * _LOG2_E
+        total += tl.where(total > 0.0, tl.exp2(sinks - top * scale), 0.0)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a padded row has seen nothing
     to = out_ptr + (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(to, result.to(out_ptr.dtype.element_ty), mask=live)
@@ -227,6 +246,8 @@ def paged_prefill(
     num_tiles: int,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [num_heads] float32
     out: torch.Tensor,  # [T, num_heads, head_dim], contiguous
 ) -> torch.Tensor:
     """Writes the tokens of the planned rows and no others, zeros for a row of length 0. Their keys
@@ -240,6 +261,7 @@ def paged_prefill(
     if not num_tiles:
         return out
     if config.specialised:
+        assert softcap is None, "TritonPagedAttention plans other tiles for it"
         from termgen.engine.device.kernels.attention.paged_prefill_hopper import (
             paged_prefill_hopper,
         )
@@ -253,9 +275,11 @@ def paged_prefill(
             num_tiles=num_tiles,
             scale=scale,
             sliding_window=sliding_window,
+            sinks=sinks,
             out=out,
         )
         return out
+    factor, cap = cap_scale(scale, softcap)
     use_tma = can_use_tma(cache, config.tile)
     _paged_prefill_kernel[(num_tiles, num_kv_heads)](
         q,
@@ -263,7 +287,8 @@ def paged_prefill(
         out,
         block_table,
         plan,
-        scale * _LOG2_E,
+        sinks,
+        factor,
         num_tiles,
         q.stride(0),
         block_table.stride(0),
@@ -279,6 +304,8 @@ def paged_prefill(
         BLOCK_M=config.rows,
         BLOCK_D=next_power_of_2(head_dim),
         PRECISION=dot_precision(q.dtype),
+        SOFTCAP=cap,
+        HAS_SINKS=sinks is not None,
         num_warps=config.num_warps,
     )
     return out

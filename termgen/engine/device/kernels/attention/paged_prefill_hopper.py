@@ -34,7 +34,7 @@ from termgen.engine.device.kernels.launch import num_sms
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """Barrier of the warps that run the same function; Triton 3.7 renamed it."""
-_LOG2_E = 1.4426950408889634
+_LOG2_E = gl.constexpr(1.4426950408889634)
 _ROWS = gl.constexpr(64)
 """Rows of a group of four warps, as one of its products has."""
 _COPIER_REGISTERS = gl.constexpr(24)
@@ -120,6 +120,15 @@ def _wait_until_free(stage, GROUPS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _first_seen(first_position, WINDOW: gl.constexpr):
+    """The first key of the first piece that a tile's queries see."""
+    first = 0
+    if WINDOW > 0:
+        first = gl.maximum(first_position - WINDOW + 1, 0) // COPIED * COPIED
+    return first
+
+
+@gluon.jit
 def copy_tiles(
     lines,
     block_table_ptr,
@@ -147,6 +156,7 @@ def copy_tiles(
                 read_tile(plan_ptr, work // NUM_KV_HEADS, num_tiles, QUERIES, WINDOW, TILE)
             )
             table = block_table_ptr + gl.maximum(row, 0).to(gl.int64) * table_stride
+            first_seen = _first_seen(first_position, WINDOW)
             for tile in range(first, last):
                 stage = count % STAGES * 2
                 for part in gl.static_range(2):
@@ -156,8 +166,10 @@ def copy_tiles(
                         ready.index(stage + part), lines.block_type.nbytes * (TILE // COPIED)
                     )
                     for piece in gl.static_range(TILE // COPIED):
-                        # Keys past the last one are masked: any block will do for them.
+                        # Keys past the last one and before the first are masked: any block will
+                        # do for them, but for those that were given up.
                         key = gl.minimum(tile * TILE + piece * COPIED, seq_len - 1)
+                        key = gl.maximum(key, first_seen)
                         block = gl.load(table + key // BLOCK_SIZE)
                         line = (block * NUM_KV_HEADS + kv_head) * 2 + part
                         line = line * BLOCK_SIZE + key % BLOCK_SIZE // COPIED * COPIED
@@ -264,6 +276,7 @@ def _attend(
     queries,
     ring,
     ready,
+    sinks_ptr,
     NUM_KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     GROUP: gl.constexpr,
@@ -272,6 +285,7 @@ def _attend(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):
     """A group of four warps: 64 rows of each of the program's tiles."""
     # Layouts of scores, of the result, of weights as a left side, and of memory.
@@ -342,13 +356,20 @@ def _attend(
                     # A block's unused places may hold anything, and 0 * NaN is not 0. Every group
                     # clears them where they lie: all write the same.
                     key = (last - 1) * TILE + gl.arange(0, TILE, gl.SliceLayout(1, M))
+                    is_key = (key >= _first_seen(first_position, WINDOW)) & (key < seq_len)
                     v = ring.index(stage).load(M)
-                    ring.index(stage).store(gl.where((key < seq_len)[:, None], v, 0.0))
+                    ring.index(stage).store(gl.where(is_key[:, None], v, 0.0))
                     fence_async_shared()
                     _barrier()
                 acc = warpgroup_mma(weights, ring.index(stage), acc)
                 _release(stage, GROUPS, STAGES)
-                share = gl.convert_layout(1.0 / gl.sum(total, axis=1), gl.SliceLayout(1, R))
+                sums = gl.sum(total, axis=1)
+                if HAS_SINKS:
+                    member = (group * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, S))) % GROUP
+                    sinks = gl.load(sinks_ptr + work % NUM_KV_HEADS * GROUP + member)
+                    extra = gl.exp2(sinks * _LOG2_E - top * scale)
+                    sums += gl.convert_layout(extra, sums.type.layout, assert_trivial=True)
+                share = gl.convert_layout(1.0 / sums, gl.SliceLayout(1, R))
                 result = gl.convert_layout((acc * share[:, None]).to(ring.dtype), M)
                 gl.store(to, result, is_live)
 
@@ -363,6 +384,7 @@ def _paged_prefill_hopper_kernel(
     out_ptr,
     block_table_ptr,
     plan_ptr,
+    sinks_ptr,
     scale,
     num_tiles,
     q_stride,
@@ -375,6 +397,7 @@ def _paged_prefill_hopper_kernel(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):
     QUERIES: gl.constexpr = GROUPS * _ROWS // GROUP
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
@@ -391,14 +414,16 @@ def _paged_prefill_hopper_kernel(
                     _attend,
                     (
                         0, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, queries, ring,
-                        ready, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                        ready, sinks_ptr, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE,
+                        STAGES, GROUPS, HAS_SINKS,
                     ),
                 ),
                 (
                     _attend,
                     (
                         1, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, queries, ring,
-                        ready, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                        ready, sinks_ptr, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE,
+                        STAGES, GROUPS, HAS_SINKS,
                     ),
                 ),
                 (
@@ -419,21 +444,24 @@ def _paged_prefill_hopper_kernel(
                     _attend,
                     (
                         0, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, queries, ring,
-                        ready, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                        ready, sinks_ptr, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE,
+                        STAGES, GROUPS, HAS_SINKS,
                     ),
                 ),
                 (
                     _attend,
                     (
                         1, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, queries, ring,
-                        ready, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                        ready, sinks_ptr, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE,
+                        STAGES, GROUPS, HAS_SINKS,
                     ),
                 ),
                 (
                     _attend,
                     (
                         2, q_ptr, out_ptr, plan_ptr, scale, num_tiles, q_stride, queries, ring,
-                        ready, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE, STAGES, GROUPS,
+                        ready, sinks_ptr, NUM_KV_HEADS, HEAD_DIM, GROUP, QUERIES, WINDOW, TILE,
+                        STAGES, GROUPS, HAS_SINKS,
                     ),
                 ),
                 (
@@ -459,6 +487,7 @@ def paged_prefill_hopper(
     num_tiles: int,
     scale: float,
     sliding_window: int | None,
+    sinks: torch.Tensor | None,  # [num_heads] float32
     out: torch.Tensor,  # [T, num_heads, head_dim], contiguous
 ) -> None:
     """`paged_prefill` under a configuration that is `specialised`, for a cache that the tensor
@@ -476,7 +505,8 @@ def paged_prefill_hopper(
         out,
         block_table,
         plan,
-        scale * _LOG2_E,
+        q if sinks is None else sinks,
+        scale * _LOG2_E.value,
         num_tiles,
         q.stride(0),
         block_table.stride(0),
@@ -488,5 +518,6 @@ def paged_prefill_hopper(
         TILE=config.tile,
         STAGES=config.num_stages,
         GROUPS=config.rows // _ROWS.value,
+        HAS_SINKS=sinks is not None,
         num_warps=4,
     )

@@ -19,6 +19,10 @@ PLAN_FIELDS = tl.constexpr(5)
 the position of the first one; the row's length."""
 _PLAN_TILES = 16
 _PLAN_ROWS = 256
+_THREE_STAGES_BYTES = 140 * 1024
+"""Shared memory that 64 rows of 512 bytes take with three tiles of 32 keys and values."""
+_LARGE_HEAD_BYTES = 200 * 1024
+"""Shared memory that 64 rows of 512 half values take with two tiles of 32 keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +75,12 @@ def default_config(
     max_query_len: int,
     block_size: int,
     can_specialise: bool = False,
+    shared_bytes: int = _LARGE_HEAD_BYTES,
 ) -> PrefillConfig:
     """`max_query_len` may be any upper bound: it chooses among two configurations.
 
-    can_specialise: the result of the function of that name.
+    can_specialise: the result of the function of that name. shared_bytes: memory that a program may
+    have on a multiprocessor.
     """
     row_bytes = next_power_of_2(head_dim) * dtype.itemsize
     is_short = max_query_len * group <= 64
@@ -87,7 +93,12 @@ def default_config(
     if row_bytes <= 256:
         large = PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3)
     elif row_bytes <= 512:
-        large = PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=3)
+        stages = 3 if shared_bytes >= _THREE_STAGES_BYTES else 2
+        large = PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=stages)
+    elif dtype.itemsize == 2 and row_bytes <= 1024 and shared_bytes >= _LARGE_HEAD_BYTES:
+        # 64 rows are what a group of four warps multiplies at once on Hopper; two groups share the
+        # result, which would not fit in the registers of one.
+        large = PrefillConfig(rows=64, tile=32, num_warps=8, num_stages=2)
     else:
         large = PrefillConfig(rows=32, tile=16, num_warps=4, num_stages=2)
     rows = max(least, min(64, large.rows) if is_short else large.rows)

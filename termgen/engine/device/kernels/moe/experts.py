@@ -13,6 +13,7 @@ choice goes by the next power of two, and recordings exist for every power of tw
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
@@ -27,6 +28,16 @@ _COMBINE_BLOCK = 512
 _MAX_STREAMED_ROWS = 16
 LARGEST_ROWS = 8192
 """Numbers of tokens from which on nothing changes any more."""
+
+
+class Clamp(Protocol):
+    """The two numbers of a clamped activation."""
+
+    @property
+    def alpha(self) -> float: ...
+
+    @property
+    def limit(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +93,19 @@ def expert_tile(at, columns, K: tl.constexpr, BLOCK_K: tl.constexpr, POLICY: tl.
     return tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy=POLICY)
 
 
+@triton.jit
+def clamped_glu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """`layers.ops.clamped_glu` of float32; NaN stays NaN."""
+    gate = tl.minimum(gate, LIMIT, tl.PropagateNan.ALL)
+    up = tl.clamp(up, -LIMIT, LIMIT, tl.PropagateNan.ALL)
+    return (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _product_kernel(
     x_ptr,  # [num_pairs / PAIRS_PER_ROW, K]
     w_ptr,  # [num_experts, N, K]; of GATED, [num_experts, 2 * N, K]
+    bias_ptr,  # [num_experts, N]; of GATED, [num_experts, 2 * N]
     out_ptr,  # [num_pairs, N]
     order_ptr,
     tiles_ptr,
@@ -95,6 +115,9 @@ def _product_kernel(
     PAIRS_PER_ROW: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -139,8 +162,16 @@ def _product_kernel(
         if GATED:
             up = expert_tile(w_at + N * K + columns[None, :], columns, K, BLOCK_K, POLICY)
             acc_up = tl.dot(up, x, acc_up, input_precision=PRECISION)
+    if HAS_BIAS:
+        bias_at = bias_ptr + expert * ((2 if GATED else 1) * N) + rows
+        acc += tl.load(bias_at, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            acc_up += tl.load(bias_at + N, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = activate(acc, ACTIVATION) * acc_up
+        if LIMIT > 0:
+            acc = clamped_glu(acc, acc_up, LIMIT, ALPHA)
+        else:
+            acc = activate(acc, ACTIVATION) * acc_up
     out_at = out_ptr + pairs.to(tl.int64)[None, :] * N + rows[:, None]
     mask = is_pair[None, :] & (rows < N)[:, None]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -179,6 +210,10 @@ def experts(
     top_k: int,
     renormalize: bool,
     activation: str,
+    gate_up_bias: torch.Tensor | None = None,  # [num_experts, 2 * inner]
+    down_bias: torch.Tensor | None = None,  # [num_experts, hidden]
+    clamp: Clamp | None = None,
+    expert_scale: torch.Tensor | None = None,  # [num_experts] float32
     tiles: ExpertTiles | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -195,7 +230,7 @@ def experts(
         tiles = choose_tiles(
             num_tokens, num_experts=num_experts, top_k=top_k, itemsize=x.element_size()
         )
-    ids, weights = route(router_logits, top_k, renormalize=renormalize, pdl=pdl)
+    ids, weights = route(router_logits, top_k, renormalize=renormalize, scale=expert_scale, pdl=pdl)
     pairs = sort_pairs(
         ids,
         num_experts=num_experts,
@@ -205,9 +240,18 @@ def experts(
         pdl=pdl,
     )
     activated = multiply(
-        x, gate_up, pairs, tiles.block_m, tiles.gate_up, top_k=top_k, activation=activation, pdl=pdl
+        x,
+        gate_up,
+        pairs,
+        tiles.block_m,
+        tiles.gate_up,
+        top_k=top_k,
+        activation=activation,
+        bias=gate_up_bias,
+        clamp=clamp,
+        pdl=pdl,
     )
-    y = multiply(activated, down, pairs, tiles.block_m, tiles.down, pdl=pdl)
+    y = multiply(activated, down, pairs, tiles.block_m, tiles.down, bias=down_bias, pdl=pdl)
     _combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_BLOCK))](
         y,
         weights,
@@ -230,11 +274,15 @@ def multiply(
     *,
     top_k: int = 1,
     activation: str | None = None,
+    bias: torch.Tensor | None = None,  # [num_experts, rows]
+    clamp: Clamp | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
     """[num_pairs, rows]: each pair's row of x times its expert's weight. With an activation the
-    rows of a weight are those of gate, then those of up, and the result is act(gate) * up."""
+    rows of a weight are those of gate, then those of up, and the result is act(gate) * up. The
+    clamp, if any, takes the activation's place."""
     num_experts, n, k = weight.shape
+    assert bias is None or (bias.shape == (num_experts, n) and bias.is_contiguous())
     assert x.is_contiguous() and x.shape[1] == k, (x.stride(), x.shape)
     if activation is not None:
         n //= 2
@@ -243,6 +291,7 @@ def multiply(
     _product_kernel[(num_tiles * triton.cdiv(n, tile.block_n),)](
         x,
         weight,
+        bias,
         out,
         *pairs,
         num_tiles,
@@ -251,6 +300,9 @@ def multiply(
         PAIRS_PER_ROW=top_k,
         GATED=activation is not None,
         ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        LIMIT=0.0 if clamp is None else clamp.limit,
+        ALPHA=0.0 if clamp is None else clamp.alpha,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

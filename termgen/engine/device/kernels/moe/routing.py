@@ -30,6 +30,7 @@ class PairTiles(NamedTuple):
 @triton.jit
 def _route_kernel(
     logits_ptr,
+    scale_ptr,
     ids_ptr,
     weights_ptr,
     NUM_EXPERTS: tl.constexpr,
@@ -37,6 +38,7 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -62,9 +64,12 @@ def _route_kernel(
         total = tl.sum(weights, axis=0)
     else:
         total = tl.sum(tl.exp(logits - highest), axis=0)
+    weights = weights / total
+    if HAS_SCALE:
+        weights *= tl.load(scale_ptr + ids)
     out = row * TOP_K + slots
     tl.store(ids_ptr + out, ids, mask=slots < TOP_K)
-    tl.store(weights_ptr + out, weights / total, mask=slots < TOP_K)
+    tl.store(weights_ptr + out, weights, mask=slots < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -120,9 +125,15 @@ def _sort_kernel(
 
 
 def route(
-    logits: torch.Tensor, top_k: int, *, renormalize: bool, pdl: bool = True
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    scale: torch.Tensor | None = None,
+    pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, num_experts] -> each token's experts, int32, and their weights, float32: [T, k].
+    scale: [num_experts] float32, factors of the weights.
 
     The likeliest first. `layers.ops.route` is the reference.
     """
@@ -133,6 +144,7 @@ def route(
     if num_tokens:
         _route_kernel[(num_tokens,)](
             logits,
+            scale,
             ids,
             weights,
             NUM_EXPERTS=num_experts,
@@ -140,6 +152,7 @@ def route(
             TOP_K=top_k,
             SLOTS=max(2, next_power_of_2(top_k)),
             RENORMALIZE=renormalize,
+            HAS_SCALE=scale is not None,
             num_warps=1,
             **pdl_options(logits.device, enabled=pdl),
         )

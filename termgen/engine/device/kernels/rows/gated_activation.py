@@ -1,4 +1,5 @@
-"""act(gate) * up of a gated MLP, from the two side by side.
+"""act(gate) * up of a gated MLP, from the two side by side or apart, and the gate of attention's
+result.
 
 Called by the decoder's layers. The activation is rounded before it is multiplied, as
 `layers.ops` does it.
@@ -33,9 +34,11 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_activation_kernel(
-    gate_up_ptr,
+    gate_ptr,
+    up_ptr,
     out_ptr,
-    gate_up_stride,
+    gate_stride,
+    up_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -47,9 +50,8 @@ def _gated_activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
-    gate_ptr = gate_up_ptr + row * gate_up_stride
-    gate = tl.load(gate_ptr + columns, mask=inside, other=0.0)
-    up = tl.load(gate_ptr + SIZE + columns, mask=inside, other=0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside, other=0.0)
+    up = tl.load(up_ptr + row * up_stride + columns, mask=inside, other=0.0)
     x = activate(gate.to(tl.float32), ACTIVATION)
     activated = x.to(gate.dtype).to(tl.float32)
     out = (activated * up.to(tl.float32)).to(out_ptr.dtype.element_ty)
@@ -64,24 +66,75 @@ def gated_activation(
     pdl: bool = True,
 ) -> torch.Tensor:
     """gate_up [T, 2 * size] -> act(gate) * up, [T, size]."""
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    assert activation in ACTIVATIONS and gate_up.stride(1) == 1, (activation, gate_up.stride())
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activated_product(gate, up, activation, out=out, pdl=pdl)
+
+
+def activated_product(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """act(gate) * up, [T, size] each, of dense rows."""
+    num_rows, size = gate.shape
+    assert activation in ACTIVATIONS and gate.shape == up.shape, (activation, up.shape)
+    assert gate.stride(1) == up.stride(1) == 1, (gate.stride(), up.stride())
     if out is None:
-        out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
+        out = torch.empty((num_rows, size), dtype=gate.dtype, device=gate.device)
     assert out.is_contiguous()
     if num_rows:
         _gated_activation_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
-            gate_up,
+            gate,
+            up,
             out,
             # A lone row's stride means nothing and must not choose another variant.
-            gate_up.stride(0) if num_rows > 1 else 2 * size,
+            *((gate.stride(0), up.stride(0)) if num_rows > 1 else (2 * size, 2 * size)),
             SIZE=size,
             BLOCK=_BLOCK,
             ACTIVATION=activation,
             num_warps=4,
-            **pdl_options(gate_up.device, enabled=pdl),
+            **pdl_options(gate.device, enabled=pdl),
         )
     return out
+
+
+@triton.jit
+def _sigmoid_gate_kernel(
+    x_ptr, gate_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
+):
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + columns
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    gate = tl.load(gate_ptr + at, mask=inside, other=0.0)
+    opening = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(gate.dtype).to(tl.float32)
+    tl.store(gate_ptr + at, (x.to(tl.float32) * opening).to(gate.dtype), mask=inside)
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, *, pdl: bool = True) -> torch.Tensor:
+    """x [T, size] * sigmoid(gate [T, size]), in the memory of the gate."""
+    num_rows, size = gate.shape
+    assert x.shape == gate.shape and x.is_contiguous() and gate.is_contiguous(), x.shape
+    if num_rows:
+        _sigmoid_gate_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
+            x,
+            gate,
+            SIZE=size,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **pdl_options(gate.device, enabled=pdl),
+        )
+    return gate
+
+
+def sigmoid_gate_reference(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(gate)
 
 
 def gated_activation_reference(gate_up: torch.Tensor, *, activation: str = "silu") -> torch.Tensor:

@@ -1,9 +1,11 @@
 """Rotates q and k and writes k and v to the KV cache, in one kernel after the q/k/v projection.
 
-Per token and head: the optional RMS norm of q and k heads (Qwen3, Gemma 3), rotation of the first
-`rotary_dim` values, q into its own buffer, k and v straight into the paged cache. Called by the
-decoder's layers before attention. Rounds where `layers.norm` and `layers.ops` do: the normed
-head (unless its weight is float32), its product with the weight, and the rotated head, each once.
+Per token and head: the optional RMS norm of q and k heads (Qwen3, Gemma 3) and those of v (Gemma
+4), rotation of the first `rotary_dim` values of q and k, q into its own buffer, k and v straight
+into the paged cache. The projection may be without v, which is k then as it was before its norm,
+or without both, for a layer that reads what another one stored. Called by the decoder's layers
+before attention. Rounds where `layers.norm` and `layers.ops` do: the normed head (unless its weight
+is float32), its product with the weight, and the rotated head, each once.
 
 `rotation` makes a step's cosines and sines; `store_kv` writes keys and values as they are, for
 models whose own code rotates (`models.transformers_backend`).
@@ -64,7 +66,8 @@ def _qk_rope_kv_kernel(
     HEAD_DIM: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    NUM_NORMED: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -74,6 +77,7 @@ def _qk_rope_kv_kernel(
         gdc_launch_dependents()
     HALF: tl.constexpr = ROTARY_DIM // 2
     HAS_REST: tl.constexpr = ROTARY_DIM < HEAD_DIM
+    NORMS_VALUES: tl.constexpr = NUM_NORMED > NUM_HEADS + NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     is_head = heads < NUM_HEADS + 2 * NUM_KV_HEADS
@@ -86,10 +90,10 @@ def _qk_rope_kv_kernel(
     if HAS_REST:
         rests = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]
         rest_mask = is_head & (rests < HEAD_DIM)
-    if HAS_NORM:
+    if NUM_NORMED > 0:
         # The weights are in flight while qkv is waited for.
         weights = norm_weight_ptr + heads * HEAD_DIM
-        has_weight = heads < NUM_HEADS + NUM_KV_HEADS
+        has_weight = heads < NUM_NORMED
         mask = half_mask & has_weight
         first_weight = tl.load(weights + halves, mask=mask, other=0.0).to(tl.float32)
         second_weight = tl.load(weights + HALF + halves, mask=mask, other=0.0).to(tl.float32)
@@ -102,7 +106,10 @@ def _qk_rope_kv_kernel(
     slot = tl.load(slot_mapping_ptr + token)
     if USE_PDL:
         gdc_wait()
-    at = qkv_ptr + token * qkv_stride + heads * HEAD_DIM
+    source = heads
+    if not HAS_VALUES:
+        source = heads - tl.where(is_value, NUM_KV_HEADS, 0)
+    at = qkv_ptr + token * qkv_stride + source * HEAD_DIM
     first = tl.load(at + halves, mask=half_mask, other=0.0)
     second = tl.load(at + HALF + halves, mask=half_mask, other=0.0)
     raw_first, raw_second = first, second
@@ -110,7 +117,7 @@ def _qk_rope_kv_kernel(
         rest = tl.load(at + rests, mask=rest_mask, other=0.0)
         raw_rest = rest
 
-    if HAS_NORM:
+    if NUM_NORMED > 0:
         ROUND_TWICE: tl.constexpr = norm_weight_ptr.dtype.element_ty != tl.float32
         x, y = first.to(tl.float32), second.to(tl.float32)
         squares = tl.sum(x * x + y * y, axis=1)
@@ -122,7 +129,10 @@ def _qk_rope_kv_kernel(
         second = _normed(second, scale, second_weight, ROUND_TWICE)
         if HAS_REST:
             rest = _normed(rest, scale, rest_weight, ROUND_TWICE)
-            rest = tl.where(is_value, raw_rest, rest)
+            if not NORMS_VALUES:
+                rest = tl.where(is_value, raw_rest, rest)
+        if NORMS_VALUES:
+            raw_first, raw_second = first, second
 
     x, y = first.to(tl.float32), second.to(tl.float32)
     first = tl.where(is_value, raw_first, (x * cos - y * sin).to(first.dtype))
@@ -144,19 +154,20 @@ def _qk_rope_kv_kernel(
 
 
 def qk_rope_kv(
-    qkv: torch.Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    qkv: torch.Tensor,  # [T, n * head_dim]: q, k and v, or q and k, or q alone
     cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
     cos: torch.Tensor,  # [T, 1, rotary_dim] float32, as `layers.ops.Rotation` has them
     sin: torch.Tensor,  # [T, 1, rotary_dim] float32
     slot_mapping: torch.Tensor,  # [T] int64
     *,
     num_heads: int,
-    norm_weight: torch.Tensor | None = None,  # [num_heads + num_kv_heads, head_dim]
+    norm_weight: torch.Tensor | None = None,  # [q and k, or all heads, head_dim]
     eps: float = 0.0,
     q: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:  # [T, num_heads, head_dim]
-    """Writes k and v at their slots and returns q; a part of `qkv` may be given for q.
+    """Writes k and v at their slots, if there are any, and returns q; a part of `qkv` may be given
+    for q.
 
     With `pdl` the kernel reads cos, sin and slots before the kernel ahead of it has ended: between
     what writes them and this must lie a launch without early start, as a step's embedding is.
@@ -164,8 +175,15 @@ def qk_rope_kv(
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = cache.shape[3:]
     rotary_dim = cos.shape[-1]
+    constants = cache_constants(cache)
+    given = qkv.shape[1] // head_dim
+    if given == num_heads:
+        num_kv_heads = constants["NUM_KV_HEADS"] = 0
     total_heads = num_heads + 2 * num_kv_heads
-    assert qkv.shape[1] == total_heads * head_dim and qkv.stride(1) == 1, qkv.shape
+    assert given in (total_heads, num_heads + num_kv_heads), (qkv.shape, cache.shape)
+    assert qkv.shape[1] == given * head_dim and qkv.stride(1) == 1, qkv.shape
+    num_normed = 0 if norm_weight is None else norm_weight.shape[0]
+    assert num_normed in (0, num_heads + num_kv_heads, total_heads), norm_weight
     assert cos.stride() == sin.stride() and cos.stride(-1) == 1
     if q is None:
         q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -187,10 +205,11 @@ def qk_rope_kv(
         q.stride(0),
         cos.stride(0),
         eps,
-        **cache_constants(cache),
+        **constants,
         NUM_HEADS=num_heads,
         ROTARY_DIM=rotary_dim,
-        HAS_NORM=norm_weight is not None,
+        NUM_NORMED=num_normed,
+        HAS_VALUES=given == total_heads,
         BLOCK_H=heads,
         BLOCK_HALF=next_power_of_2(rotary_dim // 2),
         BLOCK_REST=next_power_of_2(rest),
@@ -214,16 +233,21 @@ def qk_rope_kv_reference(
     num_kv_heads, head_dim = cache.shape[3:]
     rotary_dim = cos.shape[-1]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+    if heads.shape[1] == num_heads + num_kv_heads:  # v is k
+        heads = torch.cat((heads, heads[:, num_heads:]), 1)
     if norm_weight is not None:
-        normed = F.rms_norm(qk.float(), (head_dim,), None, eps)
-        normed = normed.to(qk.dtype) if norm_weight.dtype == qk.dtype else normed
-        qk = (normed * norm_weight).to(qk.dtype)
+        some = heads[:, : len(norm_weight)]
+        normed = F.rms_norm(some.float(), (head_dim,), None, eps)
+        normed = normed.to(qkv.dtype) if norm_weight.dtype == qkv.dtype else normed
+        some = (normed * norm_weight).to(qkv.dtype)
+        heads = torch.cat((some, heads[:, len(norm_weight) :]), 1)
+    qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     turned = qk[..., :rotary_dim]
     swapped = turned.roll(rotary_dim // 2, -1)
     turned = (turned * cos + swapped * sin).to(qkv.dtype)
     qk = torch.cat((turned, qk[..., rotary_dim:]), -1)
-    kv_store_reference(qk[:, num_heads:], v, cache, slot_mapping)
+    if v.shape[1]:
+        kv_store_reference(qk[:, num_heads:], v, cache, slot_mapping)
     return qk[:, :num_heads].contiguous()
 
 

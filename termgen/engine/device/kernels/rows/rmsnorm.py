@@ -31,11 +31,14 @@ def _rmsnorm_kernel(
     weight_ptr,
     out_ptr,
     x_stride,
+    first_eps,
     eps,
+    scale,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_FIRST: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -51,11 +54,13 @@ def _rmsnorm_kernel(
         gdc_wait()
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     if HAS_FIRST:
-        x = _normed(x, first, eps, SIZE).to(x.dtype)
+        x = _normed(x, first, first_eps, SIZE).to(x.dtype)
     if HAS_RESIDUAL:
         at = residual_ptr + row * SIZE + columns
         residual = tl.load(at, mask=inside, other=0.0)
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(residual.dtype)
+        if HAS_SCALE:
+            x = (x.to(tl.float32) * scale).to(residual.dtype)
         tl.store(at, x, mask=inside)
     normed = _normed(x, weight, eps, SIZE)
     tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
@@ -70,7 +75,7 @@ def rmsnorm(
     pdl: bool = True,
 ) -> torch.Tensor:
     """x [T, size] -> its rows normalised, [T, size]."""
-    return _launch(x, None, None, weight, eps, out, pdl)
+    return _launch(x, None, None, weight, eps, eps, None, out, pdl)
 
 
 def add_rmsnorm(
@@ -83,7 +88,7 @@ def add_rmsnorm(
     pdl: bool = True,
 ) -> torch.Tensor:
     """residual [T, size] += x [T, size], in place; returns its rows normalised, [T, size]."""
-    return _launch(x, residual, None, weight, eps, out, pdl)
+    return _launch(x, residual, None, weight, eps, eps, None, out, pdl)
 
 
 def norm_add_norm(
@@ -91,14 +96,16 @@ def norm_add_norm(
     residual: torch.Tensor,
     first: torch.Tensor,
     second: torch.Tensor,
-    eps: float,
+    first_eps: float,
+    second_eps: float,
+    scale: float | None = None,
     *,
     out: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """residual [T, size] += x [T, size] normalised by weight `first`, in place; returns its rows
-    normalised by weight `second`, [T, size]."""
-    return _launch(x, residual, first, second, eps, out, pdl)
+    """residual [T, size] += x [T, size] normalised by weight `first`, then *= scale if there is
+    one, in place; returns its rows normalised by weight `second`, [T, size]."""
+    return _launch(x, residual, first, second, first_eps, second_eps, scale, out, pdl)
 
 
 def _launch(
@@ -106,7 +113,9 @@ def _launch(
     residual: torch.Tensor | None,
     first: torch.Tensor | None,
     weight: torch.Tensor,
+    first_eps: float,
     eps: float,
+    scale: float | None,
     out: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
@@ -128,11 +137,14 @@ def _launch(
             out,
             # A lone row's stride means nothing and must not choose another variant.
             x.stride(0) if num_rows > 1 else size,
+            first_eps,
             eps,
+            1.0 if scale is None else scale,
             SIZE=size,
             BLOCK=block,
             HAS_RESIDUAL=residual is not None,
             HAS_FIRST=first is not None,
+            HAS_SCALE=scale is not None,
             # Eight elements of a half type make one 16-byte access of a thread.
             num_warps=min(16, max(1, block // 256)),
             **pdl_options(x.device, enabled=pdl),
@@ -151,6 +163,15 @@ def add_rmsnorm_reference(
 
 
 def norm_add_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    first_eps: float,
+    second_eps: float,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    return add_rmsnorm_reference(rmsnorm_reference(x, first, eps), residual, second, eps)
+    residual.add_(rmsnorm_reference(x, first, first_eps))
+    if scale is not None:
+        residual.mul_(scale)
+    return rmsnorm_reference(residual, second, second_eps)

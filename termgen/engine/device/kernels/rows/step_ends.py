@@ -43,11 +43,17 @@ def _prepare_decode_kernel(
     table_ptr,
     MAX_TOKENS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
+    GROUP_STATE: tl.constexpr,
+    GROUP_SLOTS: tl.constexpr,
+    GROUP_TABLE: tl.constexpr,
     TABLE_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1).to(tl.int64)
+    slot_mapping_ptr += group * GROUP_SLOTS
+    table_ptr += group * GROUP_TABLE
     slot = tl.load(slots_ptr + row)
     position = tl.load(num_computed_ptr + slot)
     seq_len = (position + 1) * tl.load(counts_ptr + row)
@@ -55,18 +61,19 @@ def _prepare_decode_kernel(
     token = tl.load(
         token_ids_ptr + slot * MAX_TOKENS + position, mask=position < MAX_TOKENS, other=0
     )
-    ids = state_table_ptr + slot * MAX_BLOCKS
+    ids = state_table_ptr + group * GROUP_STATE + slot * MAX_BLOCKS
     place = position // BLOCK_SIZE
     # Finished rows and padded ones, which are finished too, write to the null block.
     is_running = (tl.load(finished_ptr + slot) == 0) & (place < MAX_BLOCKS)
     block = tl.load(ids + place, mask=is_running, other=0).to(tl.int64)
-    tl.store(positions_ptr + row, position)
-    tl.store(input_ids_ptr + row, token)
     tl.store(slot_mapping_ptr + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
-    tl.store(seq_lens_ptr + row, seq_len.to(tl.int32))
-    tl.store(query_start_loc_ptr + row + 1, (row + 1).to(tl.int32))
-    if row == 0:
-        tl.store(query_start_loc_ptr, 0)
+    if group == 0:
+        tl.store(positions_ptr + row, position)
+        tl.store(input_ids_ptr + row, token)
+        tl.store(seq_lens_ptr + row, seq_len.to(tl.int32))
+        tl.store(query_start_loc_ptr + row + 1, (row + 1).to(tl.int32))
+        if row == 0:
+            tl.store(query_start_loc_ptr, 0)
 
     num_blocks = tl.minimum((seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE, MAX_BLOCKS)
     for first in range(0, num_blocks, BLOCK):
@@ -82,38 +89,43 @@ def prepare_decode(
     num_computed: torch.Tensor,  # [R] int64
     finished: torch.Tensor,  # [R] bool
     token_ids: torch.Tensor,  # [R, max_model_len] int32
-    state_table: torch.Tensor,  # [R, max_blocks] int32
+    state_tables: torch.Tensor,  # [groups, R, max_blocks] int32
     block_size: int,
     input_ids: torch.Tensor,  # out, [B] int32
     positions: torch.Tensor,  # out, [B] int64
-    slot_mapping: torch.Tensor,  # out, [B] int64
+    slot_mappings: torch.Tensor,  # out, [groups, B] int64, rows dense
     seq_lens: torch.Tensor,  # out, [B] int32
     query_start_loc: torch.Tensor,  # out, [B + 1] int32
-    block_table: torch.Tensor,  # out, [B, max_blocks] int32, rows dense
+    block_tables: torch.Tensor,  # out, [groups, B, max_blocks] int32, rows dense
 ) -> None:
     """Inputs of a step with one token per row. A row's block ids are copied only as far as its
     length uses them; what lies beyond is left as it was."""
     num_rows = slots.shape[0]
-    assert token_ids.is_contiguous() and state_table.is_contiguous()
-    assert block_table.stride(1) == 1 and block_table.shape == (num_rows, state_table.shape[1])
+    assert token_ids.is_contiguous() and state_tables.is_contiguous()
+    num_groups, _, max_blocks = state_tables.shape
+    assert block_tables.shape == (num_groups, num_rows, max_blocks)
+    assert block_tables.stride(2) == slot_mappings.stride(1) == 1
     if not num_rows:
         return
-    _prepare_decode_kernel[(num_rows,)](
+    _prepare_decode_kernel[(num_rows, num_groups)](
         slots,
         num_tokens,
         num_computed,
         finished,
         token_ids,
-        state_table,
+        state_tables,
         input_ids,
         positions,
-        slot_mapping,
+        slot_mappings,
         seq_lens,
         query_start_loc,
-        block_table,
+        block_tables,
         MAX_TOKENS=token_ids.shape[1],
-        MAX_BLOCKS=state_table.shape[1],
-        TABLE_STRIDE=block_table.stride(0),
+        MAX_BLOCKS=max_blocks,
+        GROUP_STATE=state_tables.stride(0),
+        GROUP_SLOTS=slot_mappings.stride(0),
+        GROUP_TABLE=block_tables.stride(0),
+        TABLE_STRIDE=block_tables.stride(1),
         BLOCK_SIZE=block_size,
         BLOCK=_BLOCK,
         num_warps=4,

@@ -1,10 +1,15 @@
-"""Kernels for Hopper alone, which no interpreter runs, compile for it on any machine."""
+"""Attention compiles for GPUs that are not here, in the shared memory that they have.
+
+Kernels for Hopper alone are not even run by an interpreter.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from triton_device import require_triton
@@ -21,7 +26,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from termgen.engine.device.kernels.attention import paged_prefill_hopper, prefill_plan
 
-head_dim, group, window, dtype = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+head_dim, group, window, has_sinks = (int(number) for number in sys.argv[1:5])
+dtype = sys.argv[5]
 kernel = paged_prefill_hopper._paged_prefill_hopper_kernel
 config = prefill_plan.specialised_config(head_dim)
 element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
@@ -29,12 +35,14 @@ layout = gl.NVMMASharedLayout.get_default_for([64, head_dim], element)
 pointer, index = f"*{dtype}", "*i32"
 types = {
     "q_ptr": pointer, "lines": f"tensordesc<{dtype}[64, {head_dim}],{layout!r}>",
-    "out_ptr": pointer, "block_table_ptr": index, "plan_ptr": index, "scale": "fp32",
-    "num_tiles": "i32", "q_stride": "i32", "table_stride": "i32",
+    "out_ptr": pointer, "block_table_ptr": index, "plan_ptr": index,
+    "sinks_ptr": "*fp32" if has_sinks else pointer, "scale": "fp32", "num_tiles": "i32",
+    "q_stride": "i32", "table_stride": "i32",
 }
 constants = {
     "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "GROUP": group, "BLOCK_SIZE": 64, "WINDOW": window,
     "TILE": config.tile, "STAGES": config.num_stages, "GROUPS": config.rows // 64,
+    "HAS_SINKS": bool(has_sinks),
 }
 names = [p.name for p in kernel.params]
 source = GluonASTSource(
@@ -51,12 +59,24 @@ print("compiled", len(made.asm["cubin"]))
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "window", "dtype"), [(64, 4, 0, "bf16"), (128, 7, 1000, "fp16")]
+    ("head_dim", "group", "window", "has_sinks", "dtype"),
+    [(64, 8, 128, 1, "bf16"), (128, 7, 0, 0, "fp16")],
 )
-def test_prefill_compiles(head_dim: int, group: int, window: int, dtype: str) -> None:
+def test_prefill_compiles(
+    head_dim: int, group: int, window: int, has_sinks: int, dtype: str
+) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(head_dim), str(group), str(window), dtype],
+        [
+            sys.executable,
+            "-c",
+            COMPILE,
+            str(head_dim),
+            str(group),
+            str(window),
+            str(has_sinks),
+            dtype,
+        ],
         env=environment,
         capture_output=True,
         text=True,
@@ -65,3 +85,38 @@ def test_prefill_compiles(head_dim: int, group: int, window: int, dtype: str) ->
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("compiled ")
+
+
+KIB = {80: 163, 89: 99, 90: 227}
+LARGE = [
+    {"arch": 90, "head_dim": 512},
+    {"arch": 90, "head_dim": 512, "dtype": "float32"},
+    {"arch": 90, "head_dim": 512, "cache_dtype": "float8_e4m3fn"},
+    {"arch": 90, "head_dim": 192, "softcap": 50.0, "window": 100, "group": 2},
+    {"arch": 90, "head_dim": 64, "has_sinks": True, "window": 128, "group": 8},
+    {"arch": 89, "head_dim": 512},
+    {"arch": 89, "head_dim": 256, "softcap": 50.0, "has_sinks": True},
+]
+
+
+def test_large_heads_caps_and_sinks_fit_in_shared_memory() -> None:
+    program = Path(__file__).with_name("attention_without_gpu.py")
+    done = subprocess.run(
+        [sys.executable, program, json.dumps(LARGE)],
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    names: set[str] = set()
+    for case, kernels in zip(LARGE, found, strict=True):
+        for kernel in kernels:
+            assert kernel["shared"] <= KIB[case["arch"]] * 1024, (case, kernel)
+            assert not kernel["spills"], (case, kernel)
+            names.add(kernel["kernel"])
+    assert names == {"_paged_decode_kernel", "_paged_prefill_kernel"}
+    (prompt,) = (k for k in found[0] if k["kernel"] == "_paged_prefill_kernel")
+    assert prompt["wgmma"], "multiplied by the instructions of older generations"

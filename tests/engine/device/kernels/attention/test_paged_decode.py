@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,8 @@ class Case:
         device: str = "cpu",
         config: DecodeConfig | None = None,
         heads_first: bool = False,
+        softcap: float | None = None,
+        has_sinks: bool = False,
         max_rows: int = 64,
     ) -> None:
         self.cache, self.table = make_paged_cache(
@@ -60,6 +63,9 @@ class Case:
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
         self.q = normal(len(seq_lens), num_heads, head_dim, dtype=dtype, device=device, seed=1)
         self.scale = head_dim**-0.5
+        self.softcap, self.sinks = softcap, None
+        if has_sinks:
+            self.sinks = normal(num_heads, dtype=torch.float32, device=device, seed=2, scale=3.0)
         self.dtype = dtype
         self.workspace = DecodeWorkspace(
             num_heads=num_heads,
@@ -95,6 +101,8 @@ class Case:
             num_rows=num_rows,
             scale=self.scale,
             sliding_window=sliding_window,
+            softcap=self.softcap,
+            sinks=self.sinks,
             out=out,
         )
         assert not self.workspace.arrivals.any(), "the next launch would find arrivals"
@@ -109,13 +117,17 @@ class Case:
             torch.arange(len(self.q) + 1),
             scale=self.scale,
             sliding_window=sliding_window,
+            softcap=self.softcap,
+            sinks=self.sinks,
         )
         assert_near(self.run(sliding_window=sliding_window), expected, self.dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"),
+    [(64, 16), (64, 64), (80, 16), (96, 64), (128, 64), (192, 16), (256, 64), (512, 16)],
+)
 def test_head_sizes(device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     lengths = [17, 1, 150, 64, 65]
     case = Case(
@@ -140,8 +152,9 @@ def test_heads_that_share_a_key_head(device: str, dtype: torch.dtype, group: int
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
-@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
-@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(
+    ("block_size", "heads_first"), [(1, False), (4, True), (16, False), (16, True), (64, True)]
+)
 def test_block_edges(device: str, dtype: torch.dtype, block_size: int, heads_first: bool) -> None:
     lengths = [max(1, n * block_size + d) for n in (1, 2, 3) for d in (-1, 0, 1)]
     case = Case(
@@ -262,9 +275,24 @@ def test_runs_keep_to_one_head_unless_that_makes_them_much_longer(device: str) -
     assert crossing([16 * 7] * num_programs) > 0
 
 
+FORMS: list[dict[str, Any]] = [{"softcap": 2.0}, {"has_sinks": True}]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize("form", [*FORMS, {"softcap": 2.0, "has_sinks": True}])
+def test_soft_caps_and_sinks_of_split_rows(
+    device: str, dtype: torch.dtype, form: dict[str, Any]
+) -> None:
+    """Rows that one program attends to, and rows whose pieces are added up."""
+    case = Case([3, 700, 0, 20], num_heads=6, dtype=dtype, device=device, config=SMALL, **form)
+    case.check()
+    case.check(sliding_window=300)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_full_size(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", [{}, *FORMS])
+def test_full_size(dtype: torch.dtype, form: dict[str, Any]) -> None:
     lengths = [32 * 1024] + [600] * 31
     for block_size in (16, 64):
         case = Case(
@@ -276,6 +304,7 @@ def test_full_size(dtype: torch.dtype) -> None:
             dtype=dtype,
             device="cuda",
             heads_first=True,
+            **form,
         )
         case.check()
         case.check(sliding_window=4096)

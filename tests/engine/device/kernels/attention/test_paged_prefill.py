@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from termgen.engine.device.kernels.attention.prefill_plan import (  # noqa: E402
     plan_prefill,
 )
 
+PORTABLE = PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=3)
 SMALL = PrefillConfig(rows=16, tile=16, num_warps=4, num_stages=3)
 
 
@@ -50,6 +52,8 @@ class Case:
         device: str = "cpu",
         config: PrefillConfig | None = None,
         heads_first: bool = False,
+        softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         lengths = [computed + new for computed, new in rows]
         self.cache, self.table = make_paged_cache(
@@ -68,6 +72,9 @@ class Case:
         self.num_tokens, self.num_rows = int(new.sum()), len(rows)
         self.q = normal(self.num_tokens, num_heads, head_dim, dtype=dtype, device=device, seed=1)
         self.scale = head_dim**-0.5
+        self.softcap, self.sinks = softcap, None
+        if has_sinks:
+            self.sinks = normal(num_heads, dtype=torch.float32, device=device, seed=2, scale=3.0)
         self.dtype = dtype
         self.group = num_heads // num_kv_heads
         longest = max(n for _, n in rows)
@@ -118,6 +125,8 @@ class Case:
             num_tiles=num_tiles,
             scale=self.scale,
             sliding_window=sliding_window,
+            softcap=self.softcap,
+            sinks=self.sinks,
             out=out,
         )
 
@@ -130,6 +139,8 @@ class Case:
             self.starts,
             scale=self.scale,
             sliding_window=sliding_window,
+            softcap=self.softcap,
+            sinks=self.sinks,
         )
 
     def check(self, *, sliding_window: int | None = None) -> None:
@@ -138,8 +149,10 @@ class Case:
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"),
+    [(64, 16), (64, 64), (80, 16), (96, 64), (128, 64), (192, 16), (256, 64), (512, 16)],
+)
 def test_head_sizes(device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> None:
     rows = [(0, 70), (33, 3), (20, 1), (0, 1)]
     case = Case(
@@ -170,8 +183,9 @@ def test_heads_that_share_a_key_head(device: str, dtype: torch.dtype, group: int
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
-@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
-@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(
+    ("block_size", "heads_first"), [(1, False), (4, True), (16, False), (16, True), (64, True)]
+)
 def test_block_edges(device: str, dtype: torch.dtype, block_size: int, heads_first: bool) -> None:
     rows = [(block_size + d, max(1, 2 * block_size + e)) for d in (-1, 0, 1) for e in (-1, 0, 1)]
     case = Case(
@@ -234,9 +248,24 @@ def test_random_batches(device: str, seed: int) -> None:
     case.check(sliding_window=rng.choice((None, rng.randint(1, 200))))
 
 
+FORMS: list[dict[str, Any]] = [{"softcap": 2.0}, {"has_sinks": True}]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize("form", [*FORMS, {"softcap": 2.0, "has_sinks": True}])
+def test_soft_caps_and_sinks(device: str, dtype: torch.dtype, form: dict[str, Any]) -> None:
+    rows = [(0, 60), (50, 17), (0, 1), (3, 9)]
+    case = Case(rows, num_heads=6, dtype=dtype, device=device, config=SMALL, **form)
+    case.seq_lens[3] = 0
+    case.table[3] = 2**30
+    case.check()
+    case.check(sliding_window=16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_full_size(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", [{}, *FORMS])
+def test_full_size(dtype: torch.dtype, form: dict[str, Any]) -> None:
     rows = [(0, 2048), (4000, 512), (1000, 1), (31000, 100)]
     for block_size in (16, 64):
         case = Case(
@@ -248,6 +277,8 @@ def test_full_size(dtype: torch.dtype) -> None:
             dtype=dtype,
             device="cuda",
             heads_first=True,
+            config=None if form.get("softcap") is None else PORTABLE,
+            **form,
         )
         case.check()
         case.check(sliding_window=700)
@@ -255,6 +286,7 @@ def test_full_size(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "group", "block_size", "window"),
     [
@@ -267,7 +299,12 @@ def test_full_size(dtype: torch.dtype) -> None:
     ],
 )
 def test_warps_that_copy_beside_warps_that_compute(
-    head_dim: int, group: int, block_size: int, window: int | None, dtype: torch.dtype
+    head_dim: int,
+    group: int,
+    block_size: int,
+    window: int | None,
+    has_sinks: bool,
+    dtype: torch.dtype,
 ) -> None:
     # Rows of every kind among more tiles than there are programs, and two of padding.
     rows = [(0, 1), (63, 1), (0, 64), (1, 64), (700, 33), (5, 0), (0, 1999), (900, 7), (4095, 258)]
@@ -280,6 +317,7 @@ def test_warps_that_copy_beside_warps_that_compute(
         dtype=dtype,
         device="cuda",
         heads_first=True,
+        has_sinks=has_sinks,
     )
     assert case.config.specialised == (torch.cuda.get_device_capability()[0] == 9)
     for row in (2, 7):

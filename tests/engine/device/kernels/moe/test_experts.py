@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from triton_device import DEVICES, DEVICES_AND_DTYPES, assert_near, normal, require_triton
 
 require_triton()
 
+from termgen.engine.device.config.experts_config import GluClamp  # noqa: E402
 from termgen.engine.device.kernels.moe.experts import (  # noqa: E402
     ExpertTiles,
     Tile,
@@ -53,15 +56,26 @@ class Case:
         self.logits = (ranks * 0.25).to(dtype)
         self.gate_up = draw(num_experts, 2 * inner, hidden, seed=3, scale=hidden**-0.5)
         self.down = draw(num_experts, hidden, inner, seed=4, scale=inner**-0.5)
-        self.options = {"top_k": top_k, "renormalize": True, "activation": "silu"}
+        self.options: dict[str, Any] = {"top_k": top_k, "renormalize": True, "activation": "silu"}
+
+    def add_biases(self) -> None:
+        weights = {"gate_up_bias": self.gate_up, "down_bias": self.down}
+        for seed, (name, weight) in enumerate(weights.items(), 5):
+            device = str(weight.device)
+            bias = normal(*weight.shape[:2], dtype=weight.dtype, device=device, seed=seed)
+            self.options[name] = bias
 
     def run(self, tiles: ExpertTiles | None, rows: slice = slice(None)) -> torch.Tensor:
         x, logits = self.x[rows].contiguous(), self.logits[rows].contiguous()
-        return experts(x, logits, self.gate_up, self.down, tiles=tiles, **self.options)  # type: ignore[arg-type]
+        return experts(x, logits, self.gate_up, self.down, tiles=tiles, **self.options)
 
     def check(self, tiles: ExpertTiles | None) -> None:
         weights = self.gate_up.float(), self.down.float()
-        expected = TorchOps().experts(self.x.float(), self.logits.float(), *weights, **self.options)  # type: ignore[arg-type]
+        options = {
+            key: value.float() if isinstance(value, torch.Tensor) else value
+            for key, value in self.options.items()
+        }
+        expected = TorchOps().experts(self.x.float(), self.logits.float(), *weights, **options)
         assert_near(self.run(tiles), expected, self.x.dtype)
 
 
@@ -88,6 +102,21 @@ def test_options(device: str, dtype: torch.dtype, activation: str, renormalize: 
     case = Case(3, dtype=dtype, device=device, num_experts=3, top_k=3)
     case.options.update(activation=activation, renormalize=renormalize)
     case.check(TILES["16"])
+
+
+@devices_and_dtypes
+@cuts
+@pytest.mark.parametrize("limit", [None, 0.4])
+def test_biases_and_clamps(
+    device: str, dtype: torch.dtype, tiles: ExpertTiles, limit: float | None
+) -> None:
+    case = Case(9, dtype=dtype, device=device, hidden=72, inner=33)
+    case.add_biases()
+    plain = case.run(tiles)
+    if limit is not None:
+        case.options["clamp"] = GluClamp(alpha=1.702, limit=limit)
+        assert not torch.allclose(case.run(tiles), plain, atol=0.1)
+    case.check(tiles)
 
 
 @devices_and_dtypes
@@ -126,9 +155,13 @@ def test_a_token_does_not_see_the_others(device: str, tiles: ExpertTiles) -> Non
 
 
 @pytest.mark.gpu
-def test_a_recording_gives_what_eager_does() -> None:
+@pytest.mark.parametrize("is_clamped", [False, True])
+def test_a_recording_gives_what_eager_does(is_clamped: bool) -> None:
     """The result is the same bit by bit, padded or not, whatever values it was recorded with."""
     recorded = Case(32, dtype=torch.bfloat16, device="cuda", num_experts=64, top_k=4, hidden=256)
+    if is_clamped:
+        recorded.add_biases()
+        recorded.options["clamp"] = GluClamp(alpha=1.702, limit=0.4)
     recorded.run(None)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -151,7 +184,7 @@ def test_no_token() -> None:
     case = Case(0, dtype=torch.float32, device="cpu")
     assert case.run(None).shape == (0, 40)
     options = case.options
-    out = TorchOps().experts(case.x, case.logits, case.gate_up, case.down, **options)  # type: ignore[arg-type]
+    out = TorchOps().experts(case.x, case.logits, case.gate_up, case.down, **options)
     assert out.shape == (0, 40)
 
 

@@ -38,6 +38,19 @@ def test_route(
 
 
 @devices
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_weights_are_scaled_by_the_experts_own_factors(device: str, renormalize: bool) -> None:
+    logits = normal(5, 7, dtype=torch.float32, device=device, seed=2, scale=2.0)
+    scale = normal(7, dtype=torch.float32, device=device, seed=3)
+    ids, weights = route(logits, 3, renormalize=renormalize)
+    scaled_ids, scaled = route(logits, 3, renormalize=renormalize, scale=scale)
+    assert torch.equal(scaled_ids, ids)
+    torch.testing.assert_close(scaled, weights * scale[ids.long()])
+    expected = reference.route(logits, 3, renormalize=renormalize, scale=scale)
+    torch.testing.assert_close(scaled, expected[1], atol=1e-6, rtol=1e-5)
+
+
+@devices
 def test_equal_logits_choose_the_first_experts(device: str) -> None:
     ids, weights = route(torch.zeros(2, 70, device=device), 4, renormalize=True)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2 and weights.tolist() == [[0.25] * 4] * 2

@@ -11,8 +11,11 @@ require_triton()
 from termgen.engine.device.kernels.kv_cache import kv_store_reference  # noqa: E402
 from termgen.engine.device.kernels.rows.gated_activation import (  # noqa: E402
     ACTIVATIONS,
+    activated_product,
     gated_activation,
     gated_activation_reference,
+    sigmoid_gate,
+    sigmoid_gate_reference,
 )
 from termgen.engine.device.kernels.rows.qk_rope_kv import (  # noqa: E402  # noqa: E402
     qk_rope_kv,
@@ -29,6 +32,7 @@ from termgen.engine.device.kernels.rows.rmsnorm import (  # noqa: E402
     rmsnorm,
     rmsnorm_reference,
 )
+from termgen.engine.device.layers.ops import Rotation, TorchOps  # noqa: E402
 
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 
@@ -64,11 +68,26 @@ def test_norm_add_norm(device: str, dtype: torch.dtype, num_rows: int, size: int
     # Beside a half type, weights of float32.
     first, second = (normal(size, dtype=torch.float32, device=device, seed=s) for s in (4, 5))
     expected_residual = residual.clone()
-    expected = norm_add_norm_reference(x, expected_residual, first, second, 1e-6)
+    expected = norm_add_norm_reference(x, expected_residual, first, second, 0.3, 1e-6)
     out = poison(num_rows, size, dtype=dtype, device=device)
-    assert norm_add_norm(x, residual, first, second, 1e-6, out=out) is out
+    assert norm_add_norm(x, residual, first, second, 0.3, 1e-6, out=out) is out
     assert_near(out, expected, dtype)
     assert_near(residual, expected_residual, dtype)
+    for scale in (0.7, 1.0):
+        expected_residual.copy_(residual)
+        expected = norm_add_norm_reference(x, expected_residual, first, second, 0.3, 1e-6, scale)
+        assert_near(norm_add_norm(x, residual, first, second, 0.3, 1e-6, scale), expected, dtype)
+        assert_near(residual, expected_residual, dtype)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activated_product(device: str, dtype: torch.dtype, activation: str) -> None:
+    gate = normal(3, 96, dtype=dtype, device=device, seed=4, scale=4.0)
+    up = normal(3, 5, 96, dtype=dtype, device=device, seed=5)[:, 2]  # one layer's of several
+    expected = gated_activation_reference(torch.cat((gate, up), 1), activation=activation)
+    assert_near(activated_product(gate, up, activation), expected, dtype)
+    assert_near(activated_product(gate[:1], up[:1], activation), expected[:1], dtype)
 
 
 @devices_and_dtypes
@@ -79,6 +98,17 @@ def test_gated_activation(device: str, dtype: torch.dtype, activation: str) -> N
         out = poison(num_rows, size, dtype=dtype, device=device)
         gated_activation(gate_up, activation=activation, out=out)
         assert_near(out, gated_activation_reference(gate_up, activation=activation), dtype)
+
+
+@devices_and_dtypes
+def test_sigmoid_gate(device: str, dtype: torch.dtype) -> None:
+    for num_rows, size in ((1, 96), (3, 1536), (2, 1100)):
+        x = normal(num_rows, size, dtype=dtype, device=device, seed=size)
+        gate = normal(num_rows, size, dtype=dtype, device=device, seed=1, scale=4.0)
+        gate[0, :4] = torch.tensor([-200.0, -60.0, 60.0, 200.0])
+        expected = sigmoid_gate_reference(x, gate)
+        assert sigmoid_gate(x, gate) is gate
+        assert_near(gate, expected, dtype)
 
 
 @devices_and_dtypes
@@ -155,6 +185,42 @@ def test_qk_rope_kv(
     written = ~caches[1].isnan()
     assert torch.equal(written, ~caches[0].isnan())
     assert_near(caches[0][written], caches[1][written], dtype)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize("given", ["qkv", "qk", "q"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (96, 24)])
+def test_values_are_normalised_or_keys_or_another_layers(
+    device: str, dtype: torch.dtype, in_float32: bool, given: str, head_dim: int, rotary_dim: int
+) -> None:
+    num_heads, num_kv_heads = 6, 2
+    heads = num_heads + {"qkv": 2, "qk": 1, "q": 0}[given] * num_kv_heads
+    qkv = normal(4, heads * head_dim, dtype=dtype, device=device, seed=head_dim)
+    normed = num_heads + (2 * num_kv_heads if given != "q" else 0)
+    kept = torch.float32 if in_float32 else dtype
+    weight = normal(normed, head_dim, dtype=kept, device=device, seed=8)
+    cos, sin = make_rotation(torch.tensor([0, 3, 1000, 31000], device=device), rotary_dim)
+    slots = torch.tensor([11, 0, 5, 14], device=device)
+    caches = [
+        make_cache(4, 4, num_kv_heads, head_dim, dtype=dtype, device=device, heads_first=True)
+        for _ in range(3)
+    ]
+    options = {"num_heads": num_heads, "norm_weight": weight, "eps": 1e-6}
+    q = qk_rope_kv(qkv, caches[0], cos, sin, slots, **options)
+    assert_near(q, qk_rope_kv_reference(qkv, caches[1], cos, sin, slots, **options), dtype)
+    assert_near(caches[0].nan_to_num(-7.0), caches[1].nan_to_num(-7.0), dtype)
+    in_torch = TorchOps().rotate_and_store(qkv, caches[2], Rotation(cos, sin), slots, **options)
+    assert_near(q, in_torch, dtype)
+    assert_near(caches[0].nan_to_num(-7.0), caches[2].nan_to_num(-7.0), dtype)
+    if given == "q":
+        assert caches[0].isnan().all()
+        return
+    # Against arithmetic of one head, written out.
+    row = qkv.view(4, heads, head_dim)[2, num_heads + (num_kv_heads if given == "qkv" else 0)]
+    value = row.float() * (row.float().square().mean() + 1e-6).rsqrt()
+    value = (value if in_float32 else value.to(dtype)) * weight[num_heads + num_kv_heads]
+    assert_near(caches[0][1, 1, 1, 0], value.to(dtype), dtype)
 
 
 @devices_and_dtypes

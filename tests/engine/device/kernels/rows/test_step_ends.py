@@ -11,6 +11,7 @@ from triton_device import DEVICES, require_triton
 
 require_triton()
 
+from termgen.engine.device.attention.base import AttentionMetadata  # noqa: E402
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers  # noqa: E402
 from termgen.engine.device.runner.request_state import RequestState  # noqa: E402
 from termgen.engine.device.sampling.metadata import HAS_PENALTIES  # noqa: E402
@@ -19,6 +20,7 @@ from termgen.vocabulary.step import CORRUPT_TOKEN  # noqa: E402
 
 devices = pytest.mark.parametrize("device", DEVICES)
 BLOCK_SIZE = 4
+GROUPS = 2
 MAX_LEN = 2500
 VOCAB_SIZE = 60
 
@@ -29,13 +31,15 @@ def make_state(rng: random.Random, max_num_seqs: int, *, device: str) -> Request
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_LEN,
         max_blocks=MAX_LEN // BLOCK_SIZE,
+        num_groups=GROUPS,
         vocab_size=VOCAB_SIZE,
         num_eos_ids=2,
         device=torch.device(device),
     )
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     state.token_ids.copy_(torch.randint(VOCAB_SIZE, state.token_ids.shape, generator=generator))
-    state.block_table.copy_(torch.randint(9999, state.block_table.shape, generator=generator))
+    tables = state.block_tables
+    tables.copy_(torch.randint(9999, tables.shape, generator=generator))
     for slot in range(max_num_seqs):
         computed = rng.choice([0, 3, 4, 5, MAX_LEN - 1, rng.randrange(MAX_LEN)])
         state.num_computed[slot] = computed
@@ -67,9 +71,10 @@ def poisoned_buffers(max_num_seqs: int, *, device: str, fused: bool) -> InputBuf
         max_num_seqs=max_num_seqs,
         block_size=BLOCK_SIZE,
         device=torch.device(device),
+        num_groups=GROUPS,
     )
     buffers.fused = fused
-    for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "query_start_loc"):
+    for name in ("input_ids", "positions", "slot_mappings", "seq_lens", "query_start_loc"):
         getattr(buffers, name).fill_(-77)
     return buffers
 
@@ -78,7 +83,12 @@ def assert_same_inputs(actual: InputBatch, expected: InputBatch) -> None:
     assert torch.equal(actual.input_ids, expected.input_ids)
     assert torch.equal(actual.positions, expected.positions)
     assert actual.logits_indices is None and expected.logits_indices is None
-    ours, theirs = actual.metadata, expected.metadata
+    assert len(actual.metadata) == len(expected.metadata) == GROUPS
+    for ours, theirs in zip(actual.metadata, expected.metadata, strict=True):
+        assert_same_metadata(ours, theirs)
+
+
+def assert_same_metadata(ours: AttentionMetadata, theirs: AttentionMetadata) -> None:
     for name in ("query_start_loc", "seq_lens", "slot_mapping"):
         assert getattr(ours, name).dtype == getattr(theirs, name).dtype
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
@@ -103,13 +113,13 @@ def test_inputs_are_those_of_torch(device: str, num_rows: int, num_padded: int) 
         buffers = poisoned_buffers(20, device=device, fused=fused)
         batches.append(buffers.prepare_decode(slots, counts, state, max_seq_len=MAX_LEN))
         size = num_rows + num_padded
-        for name in ("input_ids", "positions", "slot_mapping", "seq_lens"):
-            assert (getattr(buffers, name)[size:] == -77).all(), name
+        for name in ("input_ids", "positions", "slot_mappings", "seq_lens"):
+            assert (getattr(buffers, name)[..., size:] == -77).all(), name
         assert (buffers.query_start_loc[size + 1 :] == -77).all()
     assert_same_inputs(*batches)
-    ours = batches[0].metadata
-    assert (ours.slot_mapping[num_rows:] < BLOCK_SIZE).all()
-    assert (ours.slot_mapping[state.finished[slots]] < BLOCK_SIZE).all()
+    for ours in batches[0].metadata:
+        assert (ours.slot_mapping[num_rows:] < BLOCK_SIZE).all()
+        assert (ours.slot_mapping[state.finished[slots]] < BLOCK_SIZE).all()
 
 
 @devices
@@ -123,7 +133,7 @@ def test_a_longer_step_after_a_shorter_one_uses_the_same_memory(device: str) -> 
         state.num_computed.fill_(computed)
         slots, counts = make_rows(rng, state, 5, 1)
         batch = buffers.prepare_decode(slots, counts, state, max_seq_len=2000)
-        places.add(batch.metadata.block_table.data_ptr())
+        places.add(batch.metadata[0].block_table.data_ptr())
         expected = reference.prepare_decode(slots, counts, state, max_seq_len=2000)
         assert_same_inputs(batch, expected)
     assert len(places) == 1
@@ -137,7 +147,7 @@ def test_a_finished_row_may_run_past_its_end(device: str) -> None:
     slots, counts = make_rows(random.Random(3), state, 2, 1)
     buffers = poisoned_buffers(3, device=device, fused=True)
     batch = buffers.prepare_decode(slots, counts, state, max_seq_len=MAX_LEN)
-    assert batch.metadata.slot_mapping.tolist() == [MAX_LEN % BLOCK_SIZE] * 3
+    assert batch.metadata[0].slot_mapping.tolist() == [MAX_LEN % BLOCK_SIZE] * 3
     assert batch.positions.tolist() == [MAX_LEN] * 3
 
 

@@ -31,7 +31,7 @@ def test_draws_are_those_of_the_sampler(device: str, dtype: torch.dtype, vocab: 
     state = make_state(20, vocab, device)
     kernels = FusedSampler(max_rows=20, vocab_size=vocab, device=torch.device(device))
     ring = TokenRing(3, 20, torch.device(device), num_logprobs=20)
-    for step in range(4):
+    for step in range(3):
         fill(rng, state, vocab)
         slots, counts = batch_of(rng, state, 15, 3)
         logits = normal(18, vocab, dtype=dtype, device=device, seed=seed + step, scale=4.0)

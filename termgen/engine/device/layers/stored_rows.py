@@ -1,0 +1,16 @@
+"""Rows of a matrix as a file stores them, for linear methods that keep them so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Some whole rows, in blocks along each row."""
+
+    kind: str
+    """Name of the block type, as GGUF has it."""
+    blocks: torch.Tensor  # [rows, blocks of a row, bytes of a block] uint8

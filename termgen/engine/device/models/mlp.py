@@ -1,0 +1,123 @@
+"""The second half of a layer: a gated MLP, or experts of which a router picks a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.layers.linear import Build, FloatLinear, Linear
+from termgen.engine.device.layers.matrix_list import MatrixList
+from termgen.engine.device.layers.weight_slot import WeightSlot, rows_slot
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self._activation = config.hidden_act
+        self._ops = build.ops
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = Linear(hidden, gate_up, bias=bias, build=build)
+        self.down_proj = Linear(inner, {"down_proj": hidden}, bias=bias, build=build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]"""
+        activated = self._ops.gated_activation(self.gate_up_proj(x), self._activation)
+        y: torch.Tensor = self.down_proj(activated)
+        return y
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """prefix: the checkpoint's path of the layer."""
+        yield from self.gate_up_proj.weight_slots(f"{prefix}.mlp")
+        yield from self.down_proj.weight_slots(f"{prefix}.mlp")
+
+
+class SparseMoe(nn.Module):
+    """Checkpoints hold the experts one by one under the family's own names, or stacked as here
+    under names that all families share: the forms of `WeightSlot.pieces`."""
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        moe = config.moe
+        assert moe is not None, "a layer without experts"
+        hidden, inner, num = config.hidden_size, moe.intermediate_size, moe.num_experts
+        self._moe = moe
+        self._activation = config.hidden_act
+        self._ops = build.ops
+        self._run: Callable[..., torch.Tensor] = build.ops.experts
+        self.gate_up = _matrices((num, 2 * inner, hidden), build)
+        self.down = _matrices((num, hidden, inner), build)
+        if build.expert_method is not None:  # a little off, a router picks other experts
+            build = replace(build, method=FloatLinear)
+        self.router = Linear(hidden, {moe.names.router: num}, bias=moe.has_biases, build=build)
+        self.gate_up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if moe.has_biases:
+            self.gate_up_bias = build.parameter(num, 2 * inner)
+            self.down_bias = build.parameter(num, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]"""
+        return self._run(
+            x,
+            self.router(x),
+            self.gate_up,
+            self.down,
+            top_k=self._moe.num_experts_per_tok,
+            renormalize=self._moe.norm_topk_prob,
+            activation=self._activation,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            clamp=self._moe.clamp,
+        )
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """prefix: the checkpoint's path of the layer."""
+        yield from self._router_slots(prefix)
+        names = self._moe.names
+        inner = self._moe.intermediate_size
+        pieces: tuple[list[WeightSlot], list[WeightSlot]] = ([], [])
+        for expert in range(self._moe.num_experts):
+            path = f"{prefix}.{names.block}.experts.{expert}"
+            gate, up = f"{path}.{names.gate}.weight", f"{path}.{names.up}.weight"
+            pieces[0].append(expert_slot(gate, self.gate_up, expert, 0, inner))
+            pieces[0].append(expert_slot(up, self.gate_up, expert, inner, inner))
+            down = f"{path}.{names.down}.weight"
+            pieces[1].append(expert_slot(down, self.down, expert, 0, self.down.shape[1]))
+        yield stack_slot(f"{prefix}.mlp.experts.gate_up_proj", self.gate_up, *pieces[0])
+        yield stack_slot(f"{prefix}.mlp.experts.down_proj", self.down, *pieces[1])
+
+    def _router_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        (slot,) = self.router.weight_slots(f"{prefix}.mlp")
+        (other,) = self.router.weight_slots(f"{prefix}.{self._moe.names.block}")
+        yield slot if other.name == slot.name else replace(slot, pieces=(other,))
+
+
+Matrices = nn.Parameter | MatrixList
+"""In one tensor, for kernels and floats, or each expert's stored as other matrices are."""
+
+
+def _matrices(shape: tuple[int, int, int], build: Build) -> Matrices:
+    if build.expert_method is None:
+        return build.parameter(*shape)
+    return MatrixList(shape, build, build.expert_method)
+
+
+def expert_slot(
+    name: str, matrices: Matrices, expert: int, first_row: int, num_rows: int
+) -> WeightSlot:
+    """Some rows of one expert's matrix."""
+    if isinstance(matrices, MatrixList):
+        return matrices.rows_slot(name, expert, first_row, num_rows)
+    return rows_slot(name, matrices[expert, first_row : first_row + num_rows])
+
+
+def stack_slot(name: str, matrices: Matrices, *pieces: WeightSlot) -> WeightSlot:
+    """The matrices of all experts."""
+    if isinstance(matrices, MatrixList):
+        return matrices.stack_slot(name, *pieces)
+    return rows_slot(name, matrices, *pieces)

@@ -1,0 +1,80 @@
+"""Makes one engine's attention: a backend for each kind of layer, and the groups of layers."""
+
+from __future__ import annotations
+
+import torch
+
+from termgen.config import EngineConfig
+from termgen.engine.device.attention.base import (
+    SINKS,
+    SOFTCAP,
+    UNEQUAL_LAYERS,
+    AttentionShape,
+)
+from termgen.engine.device.attention.groups import GroupedAttention
+from termgen.engine.device.attention.registry import make_backends
+from termgen.engine.device.config.cache_spec import group_layers
+from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
+from termgen.engine.device.runner import resolve
+
+
+def make_attention(
+    config: EngineConfig,
+    model: ModelConfig,
+    limits: resolve.Limits,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[GroupedAttention, AttentionShape, str]:
+    """The attention, the shape of the first kind of layer with its block size settled, and why a
+    faster backend was passed over, or "". Raises ConfigError."""
+    backends, shapes, passed_over = make_backends(
+        config.attention_backend, attention_shapes(config, model, limits, dtype, device)
+    )
+    shape = shapes[0]
+    assert shape.block_size is not None
+    groups = group_layers(
+        model.layer_caches, block_size=shape.block_size, max_model_len=limits.max_model_len
+    )
+    return GroupedAttention.of_shapes(backends, shapes, groups), shape, passed_over
+
+
+def attention_shapes(
+    config: EngineConfig,
+    model: ModelConfig,
+    limits: resolve.Limits,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[AttentionShape]:
+    """One for each number and size of key heads among the layers."""
+    windows: dict[tuple[int, int], dict[int | None, None]] = {}
+    for spec in model.layer_caches:
+        if spec is not None:
+            windows.setdefault(spec.heads, {})[spec.window] = None
+    return [
+        AttentionShape(
+            num_heads=model.num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            windows=tuple(of_these),
+            block_size=config.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_tokens=limits.max_num_batched_tokens,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype(config.kv_cache_dtype, dtype),
+            device=device,
+            needs=attention_needs(model),
+        )
+        for (num_kv_heads, head_dim), of_these in windows.items()
+    ]
+
+
+def attention_needs(config: ModelConfig) -> frozenset[str]:
+    """What attention has to compute for such a model beyond the common form."""
+    sizes = {spec.numbers for spec in config.layer_caches if spec is not None}
+    needs = {
+        SOFTCAP: config.attention_softcap is not None,
+        SINKS: config.has_sinks,
+        UNEQUAL_LAYERS: len(sizes) > 1,
+    }
+    return frozenset(name for name, is_needed in needs.items() if is_needed)

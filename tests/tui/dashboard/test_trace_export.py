@@ -1,0 +1,78 @@
+"""`x` on the dashboard: a trace of what it shows, in the current folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trace_reader import Trace
+from tui_harness import FrozenApp, chat_engine, feed_dashboard, ready, wait_until
+
+from termgen.tui.dashboard import trace_export
+from termgen.vocabulary.events import StepRecord
+
+
+def notes(app: FrozenApp) -> str:
+    return "\n".join(notification.message for notification in app._notifications)
+
+
+def traces(folder: Path) -> list[Path]:
+    return sorted(folder.glob("termgen-*.trace.json.gz"))
+
+
+async def test_x_writes_the_steps_up_to_the_marked_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("x")
+        await wait_until(pilot, lambda: "no step to write yet" in notes(app))
+        assert traces(tmp_path) == []
+        await feed_dashboard(app, pilot)
+        await pilot.press("x")
+        await wait_until(pilot, lambda: len(traces(tmp_path)) == 1 and "perfetto" in notes(app))
+        events = app.screen._event_reader.events  # type: ignore[attr-defined]
+        steps = [event for event in events if isinstance(event, StepRecord)]
+        whole = Trace(traces(tmp_path)[0])
+        assert num_steps(whole) == len(steps) > 10
+        device = sum(s.ended_ns - s.started_ns for s in steps)
+        assert sum(ns for (t, _), ns in whole.durations_ns.items() if t == "device") == device
+        await pilot.press("left", "left", "left", "left", "x")
+        await wait_until(pilot, lambda: len(traces(tmp_path)) == 2)
+        assert num_steps(Trace(traces(tmp_path)[1])) == len(steps) - 4
+        assert str(traces(tmp_path)[1]) in notes(app)
+
+
+def num_steps(trace: Trace) -> int:
+    return sum(event["name"] == "schedule" for event in trace.events if event["ph"] == "X")
+
+
+async def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trace_export, "write_trace", fail)
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        await pilot.press("x")
+        await wait_until(pilot, lambda: "No space left on device" in notes(app))
+        assert traces(tmp_path) == []
+        assert app.is_running
+
+
+def test_two_of_one_second_have_names_of_their_own(tmp_path: Path) -> None:
+    from fake_engine import make_model_info, make_step_record
+
+    made = [
+        trace_export.export_trace(tmp_path, [make_step_record()], make_model_info())[0]
+        for _ in range(3)
+    ]
+    assert len({*made}) == 3 and traces(tmp_path) == sorted(made)
