@@ -52,11 +52,9 @@ USEFUL_TOKENS = 128
 
 def tensors_of(owner: str, holder: Any) -> list[NamedTensor]:
     """The tensors among an object's attributes, named `owner.attribute`."""
-    return [
-        (f"{owner}.{name}", value)
-        for name, value in vars(holder).items()
-        if isinstance(value, torch.Tensor)
-    ]
+    names = vars(holder) if hasattr(holder, "__dict__") else holder.__slots__
+    tensors = ((f"{owner}.{name}", getattr(holder, name)) for name in names)
+    return [(name, value) for name, value in tensors if isinstance(value, torch.Tensor)]
 
 
 class AddressCheck:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import cast
 
@@ -154,6 +155,17 @@ class _RecordedForward:
         self._batch: InputBatch | None = None
         self._context: ForwardContext | None = None
         self._carried: Carried | None = None
+        self._before: Carried | None = None
+        self._piece = -1
+
+    def _go_on(self, piece: int) -> Carried:
+        """The pass as the piece before this one left it: a copy, as a recorder runs a piece twice,
+        and each piece changes what it gets."""
+        if piece != self._piece:
+            self._piece, self._before = piece, self._carried
+        assert self._before is not None
+        self._carried = copy(self._before)
+        return self._carried
 
     def inputs(self) -> None:
         graphs, num_rows = self._graphs, self._num_rows
@@ -176,19 +188,20 @@ class _RecordedForward:
         assert self._batch is not None and self._context is not None
         ids, positions = self._batch.input_ids, self._batch.positions
         q = self._graphs.heads(self._graphs.q, 0, self._size)
+        self._piece = 0
         self._carried, _ = self._graphs.model.first_piece(ids, positions, self._context, q=q)
 
     def next(self, index: int) -> None:
-        assert self._context is not None and self._carried is not None
-        graphs = self._graphs
+        assert self._context is not None
+        graphs, carried = self._graphs, self._go_on(index + 1)
         attended = graphs.heads(graphs.attended, index, self._size)
         q = graphs.heads(graphs.q, index + 1, self._size)
-        graphs.model.next_piece(index, attended, self._carried, self._context, q=q)
+        graphs.model.next_piece(index, attended, carried, self._context, q=q)
 
     def last(self) -> None:
-        assert self._carried is not None
         graphs, num_rows = self._graphs, self._num_rows
         wanted = graphs.last_tokens[:num_rows]
-        attended = graphs.heads(graphs.attended, graphs.model.num_attentions - 1, self._size)
-        hidden = graphs.model.last_piece(attended, self._carried, wanted)
+        num_attentions = graphs.model.num_attentions
+        attended = graphs.heads(graphs.attended, num_attentions - 1, self._size)
+        hidden = graphs.model.last_piece(attended, self._go_on(num_attentions), wanted)
         graphs.hidden[:num_rows].copy_(hidden)

@@ -50,18 +50,19 @@ class PostedMasks:
         self.is_awaited = is_pinned or (may_be_late and device.type == "cpu")
         """Steps wait for masks. Else masks must be there when a step is launched."""
         shape = (rows, -(-vocab_size // 32))
-        self.bits = torch.zeros(shape, dtype=torch.int32)
-        """[R, W]: a bit for each token that a row with a grammar may sample next."""
+        bits = torch.zeros(shape, dtype=torch.int32)
         self.positions = torch.full((rows,), NO_MASK, dtype=torch.int64)
         """[R] index in the row's tokens of the token that its mask is for; NO_MASK or WITHHELD."""
         if is_pinned:
-            self.bits, self.positions = self.bits.pin_memory(), self.positions.pin_memory()
-        self._host_bits, self._host_positions = self.bits.numpy(), self.positions.numpy()
+            bits, self.positions = bits.pin_memory(), self.positions.pin_memory()
+        self._host_bits, self._host_positions = bits.numpy(), self.positions.numpy()
         self.given_up = torch.full((rows,), NO_MASK, dtype=torch.int64, device=device)
         """[R] position for which a kernel has waited in vain: the next step does not wait again."""
-        self._device_bits = self.bits
         if not self.is_awaited:
-            self._device_bits = torch.zeros(shape, dtype=torch.int32, device=device)
+            bits = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.bits = bits
+        """[R, W]: a bit for each token that a row with a grammar may sample next, in memory that
+        steps read."""
         self._news = threading.Condition()
 
     def post(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
@@ -79,7 +80,7 @@ class PostedMasks:
 
     def of(self, slots: torch.Tensor, edit_kinds: torch.Tensor) -> TokenMasks:
         """For the torch sampler. slots: [B] int64."""
-        bits = self._device_bits.to(self.device)
+        bits = self.bits.to(self.device)
         return TokenMasks(slots, edit_kinds & HAS_GRAMMAR > 0, bits)
 
     def upload(self, slots: IntArray) -> None:
@@ -89,7 +90,7 @@ class PostedMasks:
             where, bits = (
                 tensor.pin_memory().to(self.device, non_blocking=True) for tensor in (where, bits)
             )
-        self._device_bits.index_copy_(0, where, bits)
+        self.bits.index_copy_(0, where, bits)
 
     def wait_on_host(
         self,

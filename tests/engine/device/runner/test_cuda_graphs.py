@@ -80,7 +80,8 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
     assert recorded == reference
     synchronous, _ = mixed_load(make_engine(folder, async_scheduling=False), seed)
     assert synchronous == recorded
-    small, steps = mixed_load(make_engine(folder, num_gpu_blocks_override=9), seed)
+    few = 30 if family == "gemma4_moe" else 9  # its layers of two geometries share no blocks
+    small, steps = mixed_load(make_engine(folder, num_gpu_blocks_override=few), seed)
     assert steps[-1].num_preemptions > 0
     assert small == recorded
 
@@ -232,7 +233,8 @@ def test_a_replayed_step_of_an_unchanged_batch_uploads_nothing(
     for _ in range(10):
         engine.step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as trace:
         for _ in range(10):
             engine.step()
         torch.cuda.synchronize()

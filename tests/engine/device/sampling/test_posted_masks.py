@@ -169,3 +169,12 @@ def test_where_no_token_may_be_computed_twice_masks_are_there_first() -> None:
     state.masks.upload(np.asarray([0], np.int32))
     masks = state.masks.of(slots, state.edit_kinds[slots])
     assert masks.bits[0].tolist() == [5, 5, 5] and not masks.bits[1].any()
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_masks_that_no_step_waits_for_lie_on_the_device(by_kernels: bool) -> None:
+    masks = posted_masks.PostedMasks(
+        3, VOCAB, torch.device("meta"), by_kernels=by_kernels, may_be_late=False
+    )
+    assert not masks.is_awaited
+    assert masks.bits.device.type == "meta" and masks.positions.device.type == "cpu"
