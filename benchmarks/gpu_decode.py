@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import random
 import statistics
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import gpu_name, machine_facts, parser_of, print_rows, write_report
-from made_up_models import OTHERS, REAL, floor_ms, write_config
+from made_up_models import LARGE, OTHERS, REAL, write_config
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
@@ -68,13 +69,15 @@ OPTION: dict[str, Any] = {
     "help": "further engine setting, such as cudagraph_mode=piecewise",
 }
 PROMPT, STEPS, WARM_STEPS = 512, 192, 16
+PEAK_BYTES_PER_S = {"H100": 3.35e12, "H200": 4.8e12}
+"""Of the memory, by the vendor's datasheets."""
 MOST_IDS = 100_000
 """Token ids that prompts are drawn from, where the vocabulary is not smaller."""
 
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", choices=REAL + OTHERS, default=list(REAL))
+    parser.add_argument("--models", nargs="+", choices=(*REAL, *OTHERS, *LARGE), default=list(REAL))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:4]))
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--option", **OPTION)
@@ -170,6 +173,30 @@ def decode_cell(engine: SyncEngine, batch: int, **params: Any) -> dict[str, Any]
     }
 
 
+def peak_bytes_per_s() -> float:
+    name = gpu_name()
+    return next((rate for card, rate in PEAK_BYTES_PER_S.items() if card in name), math.nan)
+
+
+def step_bytes(engine: SyncEngine, rows: int, context: int) -> float:
+    """Bytes that a step of decodes has to move: each weight once, of a mixture those of the experts
+    that random tokens choose; the keys and values that rows see; each state in and out."""
+    runner = engine.core.executor._runner  # type: ignore[attr-defined]
+    config, itemsize, moved = runner.config, runner.kv_cache_dtype.itemsize, 0.0
+    for name, weight in runner.model.named_parameters():
+        size = weight.nbytes
+        if "embed" in name and not (config.tie_word_embeddings and "per_layer" not in name):
+            size = rows * size / len(weight)
+        elif config.moe is not None and weight.dim() == 3 and len(weight) == config.moe.num_experts:
+            missed = 1 - config.moe.num_experts_per_tok / config.moe.num_experts
+            size *= 1 - missed**rows
+        moved += size
+    for layer in range(config.num_layers):
+        if (spec := config.layer_caches[config.kv_source(layer)]) is not None:
+            moved += rows * min(context, spec.window or context) * spec.numbers * itemsize
+    return moved + sum(2 * state.delta[:rows].nbytes for state in runner.states)
+
+
 def sampling_cells(engine: SyncEngine, batches: list[int]) -> list[dict[str, Any]]:
     """Each kind of sampling at each batch size, the median of some rounds; every kind once in each
     round, since clocks change in the meantime."""
@@ -259,7 +286,6 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
         if args.parts == ["modes"]:
             return {"modes": modes(model)}
         engine = make_engine(model, **{**FULL, **options})
-        kv_bytes = 2 if options.get("kv_cache_dtype", "auto") == "auto" else 1
         result: dict[str, Any] = {"model": name, "decode": []}
         for _ in range(2):  # clocks, allocator
             decode_cell(engine, 8)
@@ -268,8 +294,9 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 gc.collect()
                 cell = decode_cell(engine, batch)
                 context = PROMPT + WARM_STEPS + STEPS // 2
-                cell["floor_ms"] = floor_ms(name, batch, context, kv_bytes=kv_bytes)
-                cell["% of floor"] = 100 * cell["floor_ms"] / cell["ms"]
+                moved = step_bytes(engine, batch, context)
+                cell["GB"] = moved / 1e9
+                cell["% of peak"] = 100 * moved / cell["ms"] * 1e3 / peak_bytes_per_s()
                 result["decode"].append(cell)
         if "job" in args.parts:
             result["job"] = [job(engine) for _ in range(2)][-1]

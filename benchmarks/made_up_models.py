@@ -1,5 +1,4 @@
-"""Models with random weights that need no download: a tiny one, and shapes of real ones with their
-rooflines."""
+"""Models with random weights that need no download: a tiny one, and shapes of real ones."""
 
 from __future__ import annotations
 
@@ -83,13 +82,38 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral-7b": _MISTRAL | _shape(4096, 14336, 32, heads=(32, 8, 128), tied=False),
     "gemma-3-4b": _GEMMA3 | _shape(2560, 10240, 34, heads=(8, 4, 256), tied=True),
 }
-READ_BYTES_PER_SECOND = 3.0e12
-"""Sustained read rate of one H100; the floor below divides by it."""
-
-
 REAL = ("qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
 """Those whose products are in the table that comes with termgen."""
 OTHERS = ("qwen3-4b", "mistral-7b", "gemma-3-4b")
+_GEMMA4 = {
+    "head_dim": 256, "global_head_dim": 512, "sliding_window": 1024, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+}  # fmt: skip
+LARGE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt-oss-20b": (
+        "gpt_oss", "GptOssForCausalLM", {"num_hidden_layers": 24, "num_local_experts": 32},
+    ),
+    "qwen3.6-27b": (
+        "qwen3_5_text", "Qwen3_5ForCausalLM",
+        _shape(5120, 17408, 64, heads=(24, 4, 256), tied=False) | {"linear_num_value_heads": 48},
+    ),
+    "qwen3.6-35b-a3b": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", {}),
+    "gemma-4-31b": (
+        "gemma4_text", "Gemma4ForCausalLM",
+        _GEMMA4 | _shape(5376, 21504, 60, heads=(32, 16, 256), tied=True)
+        | {"num_global_key_value_heads": 4},
+    ),
+    "gemma-4-26b-a4b": (
+        "gemma4_text", "Gemma4ForCausalLM",
+        _GEMMA4 | _shape(2816, 2112, 30, heads=(16, 8, 256), tied=True)
+        | {"num_global_key_value_heads": 2, "layer_types": _GEMMA4["layer_types"][:30]}
+        | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
+        | {"moe_intermediate_size": 704},
+    ),
+    "muse-glimmer-30b": ("muse_glimmer", "MuseGlimmerForConditionalGeneration", {}),
+}  # fmt: skip
+"""transformers' name of the configuration, the class, and what differs from transformers' own."""
 
 
 def write_config(folder: Path, name: str = "tiny", *, vocab: int = 0, **fields: Any) -> Path:
@@ -97,7 +121,15 @@ def write_config(folder: Path, name: str = "tiny", *, vocab: int = 0, **fields: 
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     fields |= {"vocab_size": vocab} if vocab else {}
-    (target / "config.json").write_text(json.dumps({**MODELS[name], **fields}))
+    if name in LARGE:
+        from transformers import AutoConfig
+
+        kind, architecture, differences = LARGE[name]
+        config = AutoConfig.for_model(kind, dtype="bfloat16", **differences, **fields)
+        found = {**config.to_dict(), "architectures": [architecture]}
+    else:
+        found = {**MODELS[name], **fields}
+    (target / "config.json").write_text(json.dumps(found))
     if vocab:
         write_tokenizer(target, vocab)
     return target
@@ -114,15 +146,3 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-
-
-def floor_ms(name: str, batch_size: int, context: int, *, kv_bytes: int = 2) -> float:
-    """Milliseconds to read the weights once, in a 16-bit type, and the keys and values that every
-    row sees, of `kv_bytes` each."""
-    c = MODELS[name]
-    hidden, inner, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
-    heads, kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-    layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * inner
-    weights = 2 * (layers * layer + hidden * c["vocab_size"])
-    kv = batch_size * layers * context * 2 * kv_heads * dim * kv_bytes
-    return (weights + kv) / READ_BYTES_PER_SECOND * 1e3
