@@ -187,9 +187,9 @@ def step_bytes(engine: SyncEngine, rows: int, context: int) -> float:
         size = weight.nbytes
         if "embed" in name and not (config.tie_word_embeddings and "per_layer" not in name):
             size = rows * size / len(weight)
-        elif config.moe is not None and weight.dim() == 3 and len(weight) == config.moe.num_experts:
+        elif config.moe is not None and weight.dim() == 3 and len(weight) >= config.moe.num_experts:
             missed = 1 - config.moe.num_experts_per_tok / config.moe.num_experts
-            size *= 1 - missed**rows
+            size -= missed**rows * size / len(weight) * config.moe.num_experts
         moved += size
     for layer in range(config.num_layers):
         if (spec := config.layer_caches[config.kv_source(layer)]) is not None:

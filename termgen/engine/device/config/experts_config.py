@@ -69,6 +69,12 @@ class MoeConfig:
     """True if a checkpoint has the matrices of all experts in one tensor, [num_experts, in, out],
     with rows of gate and up taking turns."""
 
+    @property
+    def has_shared_of_same_size(self) -> bool:
+        """True if the expert of all tokens has the shape of the others: it is kept as the last of
+        them then, and the row of its gate as the last of the router's."""
+        return self.shared_intermediate_size == self.intermediate_size
+
 
 def qwen3_moe_experts(read: ConfigReader, num_layers: int) -> MoeConfig:
     # transformers 5 writes the number under the name that Mixtral has for it.

@@ -56,9 +56,9 @@ class MatrixList(nn.Module):
         shape = (num_rows, self.shape[2])
         return WeightSlot(name, shape, "matrix", load, load, method.kinds, load_stored)
 
-    def stack_slot(self, name: str, *pieces: WeightSlot) -> WeightSlot:
-        """The matrices of all experts, one after another. Stored rows are counted through all."""
-        num_rows = self.shape[1]
+    def stack_slot(self, name: str, num: int, *pieces: WeightSlot) -> WeightSlot:
+        """The first `num` matrices, one after another. Stored rows are counted through all."""
+        _, num_rows, num_columns = self.shape
 
         def load(tensor: torch.Tensor, first: int = 0) -> None:
             for expert, matrix in enumerate(tensor, first):
@@ -74,4 +74,5 @@ class MatrixList(nn.Module):
                 at = end
 
         kinds = self._methods[0].kinds
-        return WeightSlot(name, self.shape, "matrix", load, load, kinds, load_stored, pieces=pieces)
+        shape = (num, num_rows, num_columns)
+        return WeightSlot(name, shape, "matrix", load, load, kinds, load_stored, pieces=pieces)

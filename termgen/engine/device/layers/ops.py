@@ -168,10 +168,13 @@ class LayerOps(Protocol):
         down_bias: torch.Tensor | None = None,  # [num_experts, hidden]
         clamp: GluClamp | None = None,
         expert_scale: torch.Tensor | None = None,  # [num_experts] float32
+        has_shared: bool = False,
     ) -> torch.Tensor:  # [T, hidden]
         """Each token through its top_k experts, their outputs weighted and added up. Weights are
         the router's softmax over all experts, scaled to add up to one if `renormalize`, and then
-        by the expert's own factor. With a clamp, that is the activation."""
+        by the expert's own factor. With a clamp, that is the activation. has_shared: the last
+        expert is not among those that the router picks from; each token goes through it, too,
+        times the sigmoid of its logit."""
 
 
 class ExpertMatrices(Protocol):
@@ -321,8 +324,15 @@ class TorchOps:
         down_bias: torch.Tensor | None = None,
         clamp: GluClamp | None = None,
         expert_scale: torch.Tensor | None = None,
+        has_shared: bool = False,
     ) -> torch.Tensor:
-        ids, weights = route(router_logits, top_k, renormalize=renormalize, scale=expert_scale)
+        ids, weights = route(
+            router_logits,
+            top_k,
+            renormalize=renormalize,
+            scale=expert_scale,
+            has_shared=has_shared,
+        )
 
         def activate(pair: torch.Tensor) -> torch.Tensor:
             if clamp is not None:
@@ -341,11 +351,22 @@ def clamped_glu(gate_up: torch.Tensor, clamp: GluClamp) -> torch.Tensor:
 
 
 def route(
-    logits: torch.Tensor, top_k: int, *, renormalize: bool, scale: torch.Tensor | None = None
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    scale: torch.Tensor | None = None,
+    has_shared: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, num_experts] -> each token's experts, int64, and their weights, float32, [T, k]:
     the softmax over all experts, scaled to add up to one if `renormalize`, and then by the factors
-    `scale` [num_experts]."""
+    `scale` [num_experts]. has_shared: the last expert follows behind each token's own, [T, k + 1],
+    with the sigmoid of its logit as its weight."""
+    if has_shared:
+        ids, weights = route(logits[:, :-1], top_k, renormalize=renormalize, scale=scale)
+        shared = torch.full_like(ids[:, :1], logits.shape[1] - 1)
+        weight = logits[:, -1:].float().sigmoid()
+        return torch.cat((ids, shared), 1), torch.cat((weights, weight), 1)
     weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -111,8 +111,9 @@ class Gemma4Experts(SparseMoe):
         yield WeightSlot(f"{path}.scale", tuple(self.router_scale.shape), "norm", load_scale)
         yield parameter_slot(f"{path}.per_expert_scale", self.expert_scale, "bias")
         yield self.pre_norm.weight_slot(f"{prefix}.pre_feedforward_layernorm_2.weight")
-        yield stack_slot(f"{prefix}.experts.gate_up_proj", self.gate_up)
-        yield stack_slot(f"{prefix}.experts.down_proj", self.down)
+        num = self._moe.num_experts
+        yield stack_slot(f"{prefix}.experts.gate_up_proj", self.gate_up, num)
+        yield stack_slot(f"{prefix}.experts.down_proj", self.down, num)
 
 
 class Gemma4ForCausalLM(ModelWithInputs):

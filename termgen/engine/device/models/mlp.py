@@ -38,7 +38,8 @@ class GatedMLP(nn.Module):
 
 class SparseMoe(nn.Module):
     """Checkpoints hold the experts one by one under the family's own names, or stacked as here
-    under names that all families share: the forms of `WeightSlot.pieces`."""
+    under names that all families share: the forms of `WeightSlot.pieces`. An expert of all tokens,
+    if it has the others' shape, is the last matrix."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -49,11 +50,16 @@ class SparseMoe(nn.Module):
         self._activation = config.hidden_act
         self._ops = build.ops
         self._run: Callable[..., torch.Tensor] = build.ops.experts
-        self.gate_up = _matrices((num, 2 * inner, hidden), build)
-        self.down = _matrices((num, hidden, inner), build)
+        router = {moe.names.router: num}
+        num_matrices = num
+        if moe.has_shared_of_same_size:
+            router["shared_expert_gate"] = 1
+            num_matrices += 1
+        self.gate_up = _matrices((num_matrices, 2 * inner, hidden), build)
+        self.down = _matrices((num_matrices, hidden, inner), build)
         if build.expert_method is not None:  # a little off, a router picks other experts
             build = replace(build, method=FloatLinear)
-        self.router = Linear(hidden, {moe.names.router: num}, bias=moe.has_biases, build=build)
+        self.router = Linear(hidden, router, bias=moe.has_biases, build=build)
         self.gate_up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         if moe.has_biases:
@@ -73,28 +79,36 @@ class SparseMoe(nn.Module):
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             clamp=self._moe.clamp,
+            has_shared=self._moe.has_shared_of_same_size,
         )
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """prefix: the checkpoint's path of the layer."""
         yield from self._router_slots(prefix)
-        names = self._moe.names
-        inner = self._moe.intermediate_size
+        num = self._moe.num_experts
         pieces: tuple[list[WeightSlot], list[WeightSlot]] = ([], [])
-        for expert in range(self._moe.num_experts):
-            path = f"{prefix}.{names.block}.experts.{expert}"
-            gate, up = f"{path}.{names.gate}.weight", f"{path}.{names.up}.weight"
-            pieces[0].append(expert_slot(gate, self.gate_up, expert, 0, inner))
-            pieces[0].append(expert_slot(up, self.gate_up, expert, inner, inner))
-            down = f"{path}.{names.down}.weight"
-            pieces[1].append(expert_slot(down, self.down, expert, 0, self.down.shape[1]))
-        yield stack_slot(f"{prefix}.mlp.experts.gate_up_proj", self.gate_up, *pieces[0])
-        yield stack_slot(f"{prefix}.mlp.experts.down_proj", self.down, *pieces[1])
+        for expert in range(num):
+            path = f"{prefix}.{self._moe.names.block}.experts.{expert}"
+            *gate_up, down = self._expert_slots(path, expert)
+            pieces[0].extend(gate_up)
+            pieces[1].append(down)
+        yield stack_slot(f"{prefix}.mlp.experts.gate_up_proj", self.gate_up, num, *pieces[0])
+        yield stack_slot(f"{prefix}.mlp.experts.down_proj", self.down, num, *pieces[1])
+        if self._moe.has_shared_of_same_size:
+            yield from self._expert_slots(f"{prefix}.mlp.shared_expert", num)
+
+    def _expert_slots(self, path: str, expert: int) -> Iterator[WeightSlot]:
+        """Gate, up and down of one expert."""
+        names, inner = self._moe.names, self._moe.intermediate_size
+        yield expert_slot(f"{path}.{names.gate}.weight", self.gate_up, expert, 0, inner)
+        yield expert_slot(f"{path}.{names.up}.weight", self.gate_up, expert, inner, inner)
+        yield expert_slot(f"{path}.{names.down}.weight", self.down, expert, 0, self.down.shape[1])
 
     def _router_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        (slot,) = self.router.weight_slots(f"{prefix}.mlp")
-        (other,) = self.router.weight_slots(f"{prefix}.{self._moe.names.block}")
-        yield slot if other.name == slot.name else replace(slot, pieces=(other,))
+        slots = self.router.weight_slots(f"{prefix}.mlp")
+        others = self.router.weight_slots(f"{prefix}.{self._moe.names.block}")
+        for slot, other in zip(slots, others, strict=True):
+            yield slot if other.name == slot.name else replace(slot, pieces=(other,))
 
 
 Matrices = nn.Parameter | MatrixList
@@ -116,8 +130,8 @@ def expert_slot(
     return rows_slot(name, matrices[expert, first_row : first_row + num_rows])
 
 
-def stack_slot(name: str, matrices: Matrices, *pieces: WeightSlot) -> WeightSlot:
-    """The matrices of all experts."""
+def stack_slot(name: str, matrices: Matrices, num: int, *pieces: WeightSlot) -> WeightSlot:
+    """The matrices of the first `num` experts."""
     if isinstance(matrices, MatrixList):
-        return matrices.stack_slot(name, *pieces)
-    return rows_slot(name, matrices, *pieces)
+        return matrices.stack_slot(name, num, *pieces)
+    return rows_slot(name, matrices[:num], *pieces)

@@ -27,7 +27,8 @@ from termgen.engine.device.recurrent.base import GatedDeltaWeights
 
 
 class SharedExpertMoe(SparseMoe):
-    """Experts, and one more through which every token goes, times the sigmoid of a gate."""
+    """Experts, and one of another shape through which every token goes, times the sigmoid of a
+    gate."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__(config, build)
@@ -54,7 +55,11 @@ class _Layer(DecoderLayer):
 
     @classmethod
     def make_mlp(cls, config: ModelConfig, build: Build) -> GatedMLP | SparseMoe:
-        return GatedMLP(config, build) if config.moe is None else SharedExpertMoe(config, build)
+        if config.moe is None:
+            return GatedMLP(config, build)
+        if config.moe.has_shared_of_same_size:
+            return SparseMoe(config, build)
+        return SharedExpertMoe(config, build)
 
 
 class Qwen3_5Layer(_Layer):

@@ -214,6 +214,7 @@ def experts(
     down_bias: torch.Tensor | None = None,  # [num_experts, hidden]
     clamp: Clamp | None = None,
     expert_scale: torch.Tensor | None = None,  # [num_experts] float32
+    has_shared: bool = False,
     tiles: ExpertTiles | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -230,7 +231,15 @@ def experts(
         tiles = choose_tiles(
             num_tokens, num_experts=num_experts, top_k=top_k, itemsize=x.element_size()
         )
-    ids, weights = route(router_logits, top_k, renormalize=renormalize, scale=expert_scale, pdl=pdl)
+    ids, weights = route(
+        router_logits,
+        top_k,
+        renormalize=renormalize,
+        scale=expert_scale,
+        has_shared=has_shared,
+        pdl=pdl,
+    )
+    top_k = ids.shape[1]
     pairs = sort_pairs(
         ids,
         num_experts=num_experts,

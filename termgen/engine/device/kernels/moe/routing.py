@@ -1,8 +1,9 @@
 """Routes tokens to experts, and sorts the (token, expert) pairs into tiles for the products.
 
 Two kernels, all on the device and with outputs whose sizes follow from the number of tokens alone,
-so that a recorded step can hold them. Pair p is choice p % top_k of token p // top_k. A padded
-token is routed like any other; its pairs lie in rows of their own and change no other result.
+so that a recorded step can hold them. Pair p is choice p % k of token p // k, where k is top_k, and
+one more if every token goes through a shared expert. A padded token is routed like any other; its
+pairs lie in rows of their own and change no other result.
 """
 
 from __future__ import annotations
@@ -39,14 +40,17 @@ def _route_kernel(
     SLOTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
+    CHOICES: tl.constexpr = TOP_K + 1 if HAS_SHARED else TOP_K
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BINS)
-    at = logits_ptr + row * NUM_EXPERTS + experts
+    logits_ptr += row * (NUM_EXPERTS + CHOICES - TOP_K)
+    at = logits_ptr + experts
     logits = tl.load(at, mask=experts < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
     # NaN comes last. Of equals the first is chosen, so an expert is always one that exists.
     rest = tl.where(logits == logits, logits, float("-inf"))
@@ -67,9 +71,13 @@ def _route_kernel(
     weights = weights / total
     if HAS_SCALE:
         weights *= tl.load(scale_ptr + ids)
-    out = row * TOP_K + slots
-    tl.store(ids_ptr + out, ids, mask=slots < TOP_K)
-    tl.store(weights_ptr + out, weights, mask=slots < TOP_K)
+    if HAS_SHARED:
+        shared = tl.sigmoid(tl.load(logits_ptr + NUM_EXPERTS).to(tl.float32))
+        ids = tl.where(slots == TOP_K, NUM_EXPERTS, ids)
+        weights = tl.where(slots == TOP_K, shared, weights)
+    out = row * CHOICES + slots
+    tl.store(ids_ptr + out, ids, mask=slots < CHOICES)
+    tl.store(weights_ptr + out, weights, mask=slots < CHOICES)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -130,17 +138,22 @@ def route(
     *,
     renormalize: bool,
     scale: torch.Tensor | None = None,
+    has_shared: bool = False,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, num_experts] -> each token's experts, int32, and their weights, float32: [T, k].
-    scale: [num_experts] float32, factors of the weights.
+    scale: [num_experts] float32, factors of the weights. has_shared: the last expert is no choice,
+    but follows each token's own.
 
     The likeliest first. `layers.ops.route` is the reference.
     """
     num_tokens, num_experts = logits.shape
+    num_choices = top_k
+    if has_shared:
+        num_choices, num_experts = top_k + 1, num_experts - 1
     assert logits.is_contiguous() and top_k <= num_experts, (logits.stride(), top_k)
-    ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_tokens, num_choices), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_tokens, num_choices), dtype=torch.float32, device=logits.device)
     if num_tokens:
         _route_kernel[(num_tokens,)](
             logits,
@@ -150,9 +163,10 @@ def route(
             NUM_EXPERTS=num_experts,
             BINS=_bins(num_experts),
             TOP_K=top_k,
-            SLOTS=max(2, next_power_of_2(top_k)),
+            SLOTS=max(2, next_power_of_2(num_choices)),
             RENORMALIZE=renormalize,
             HAS_SCALE=scale is not None,
+            HAS_SHARED=has_shared,
             num_warps=1,
             **pdl_options(logits.device, enabled=pdl),
         )

@@ -120,6 +120,25 @@ def test_biases_and_clamps(
 
 
 @devices_and_dtypes
+@cuts
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_a_shared_expert(device: str, dtype: torch.dtype, tiles: ExpertTiles, top_k: int) -> None:
+    """The last expert, which no router picks, though its logit may be the highest."""
+    case = Case(9, dtype=dtype, device=device, num_experts=5, top_k=top_k)
+    case.logits[::2, -1] = 7.0
+    others = Case(9, dtype=dtype, device=device, num_experts=5, top_k=top_k)
+    others.logits, others.gate_up, others.down = (
+        tensor.contiguous() for tensor in (case.logits[:, :-1], case.gate_up[:-1], case.down[:-1])
+    )
+    case.options["has_shared"] = True
+    case.check(tiles)
+    alone = Case(9, dtype=dtype, device=device, num_experts=1, top_k=1)
+    alone.gate_up, alone.down = case.gate_up[-1:].contiguous(), case.down[-1:].contiguous()
+    added = others.run(tiles) + case.logits[:, -1:].sigmoid() * alone.run(tiles)
+    assert_near(case.run(tiles), added.float(), dtype)
+
+
+@devices_and_dtypes
 def test_experts_without_tokens(device: str, dtype: torch.dtype) -> None:
     """Two of nine have all tokens; the values of an expert without tokens are not read."""
     case = Case(20, dtype=dtype, device=device, num_experts=9)
