@@ -1,9 +1,10 @@
 """A mixture of experts in five kernels: route, sort, gate and up, down, weighted sum.
 
 Both products go tile by tile over the pairs of a token and an expert that `routing` sorted: the
-weight of a tile is one expert's, its rows are gathered, and what it computes is stored by pair. The
-last kernel adds up a token's pairs in their order: no float is added atomically, so a token's
-result depends on its own values and the tiles' shape, never on the tokens beside it or on timing.
+weight of a tile is one expert's, its rows are gathered, and what it computes is stored by pair. So
+few pairs that hardly two share an expert are not sorted. The last kernel adds up a token's pairs in
+their order: no float is added atomically, so a token's result depends on its own values and the
+tiles' shape, never on the tokens beside it or on timing.
 
 The tiles are chosen by how many tokens an expert gets on average. A number of tokens and those it
 is padded to in a recorded step share one choice, so padding changes no bit of a token's result: the
@@ -21,11 +22,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.launch import dot_precision, next_power_of_2, pdl_options
-from termgen.engine.device.kernels.moe.routing import PairTiles, route, sort_pairs
+from termgen.engine.device.kernels.moe.routing import LonePairs, PairTiles, route, sort_pairs
 from termgen.engine.device.kernels.rows.gated_activation import activate
 
 _COMBINE_BLOCK = 512
 _MAX_STREAMED_ROWS = 16
+_EXPERTS_OF_LONE_PAIR = 8
+"""Experts to a pair from which on pairs are not sorted: of random pairs few share an expert."""
 LARGEST_ROWS = 8192
 """Numbers of tokens from which on nothing changes any more."""
 
@@ -68,7 +71,7 @@ class ExpertTiles:
 
 
 _HALF = {  # average number of tokens of an expert, at most -> tiles
-    8: ExpertTiles(16, Tile(32, 128, 4, 4, 1), Tile(32, 128, 4, 4, 1), chunk=32, scan=512),
+    8: ExpertTiles(16, Tile(32, 128, 2, 4, 1), Tile(64, 64, 4, 5, 1), chunk=32, scan=512),
     16: ExpertTiles(32, Tile(32, 128, 4, 4, 1), Tile(64, 128, 4, 4, 1), chunk=64, scan=2048),
     64: ExpertTiles(64, Tile(64, 64, 4, 4, 4), Tile(64, 64, 4, 4, 4), chunk=64, scan=2048),
     LARGEST_ROWS: ExpertTiles(
@@ -118,6 +121,7 @@ def _product_kernel(
     HAS_BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    IS_SORTED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -137,12 +141,17 @@ def _product_kernel(
     in_group = program % (GROUP * N_TILES)
     group = tl.minimum(num_tiles - first_tile, GROUP)
     tile = first_tile + in_group % group
-    expert = tl.load(tiles_ptr + tile)
-    if expert < 0:
-        return
-    at = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BLOCK_M)
-    is_pair = at < tl.load(tiles_ptr + 2 * num_tiles + tile)
-    pairs = tl.load(order_ptr + at, mask=is_pair, other=0)
+    if IS_SORTED:
+        expert = tl.load(tiles_ptr + tile)
+        if expert < 0:
+            return
+        at = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BLOCK_M)
+        is_pair = at < tl.load(tiles_ptr + 2 * num_tiles + tile)
+        pairs = tl.load(order_ptr + at, mask=is_pair, other=0)
+    else:
+        expert = tl.load(order_ptr + tile)
+        is_pair = tl.arange(0, BLOCK_M) < 1
+        pairs = tl.where(is_pair, tile, 0)
     rows = in_group // group * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = expert.to(tl.int64) * ((2 if GATED else 1) * N) + tl.minimum(rows, N - 1)
     w_at = w_ptr + w_rows[:, None] * K
@@ -240,14 +249,16 @@ def experts(
         pdl=pdl,
     )
     top_k = ids.shape[1]
-    pairs = sort_pairs(
-        ids,
-        num_experts=num_experts,
-        block_m=tiles.block_m,
-        chunk=tiles.chunk,
-        scan=tiles.scan,
-        pdl=pdl,
-    )
+    pairs: PairTiles | LonePairs = LonePairs(ids.view(-1))
+    if num_tokens > 1 and _EXPERTS_OF_LONE_PAIR * ids.numel() > num_experts:
+        pairs = sort_pairs(
+            ids,
+            num_experts=num_experts,
+            block_m=tiles.block_m,
+            chunk=tiles.chunk,
+            scan=tiles.scan,
+            pdl=pdl,
+        )
     activated = multiply(
         x,
         gate_up,
@@ -277,7 +288,7 @@ def experts(
 def multiply(
     x: torch.Tensor,  # [num_pairs / top_k, K]: pair p has row p // top_k
     weight: torch.Tensor,  # [num_experts, rows, K]
-    pairs: PairTiles,
+    pairs: PairTiles | LonePairs,
     block_m: int,
     tile: Tile,
     *,
@@ -295,7 +306,7 @@ def multiply(
     assert x.is_contiguous() and x.shape[1] == k, (x.stride(), x.shape)
     if activation is not None:
         n //= 2
-    num_pairs, num_tiles = len(pairs.order), pairs.tiles.shape[1]
+    num_pairs, num_tiles = len(pairs.order), pairs.num_tiles
     out = torch.empty((num_pairs, n), dtype=x.dtype, device=x.device)
     _product_kernel[(num_tiles * triton.cdiv(n, tile.block_n),)](
         x,
@@ -312,6 +323,7 @@ def multiply(
         HAS_BIAS=bias is not None,
         LIMIT=0.0 if clamp is None else clamp.limit,
         ALPHA=0.0 if clamp is None else clamp.alpha,
+        IS_SORTED=pairs.tiles is not None,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

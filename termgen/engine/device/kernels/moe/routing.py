@@ -27,6 +27,22 @@ class PairTiles(NamedTuple):
     """[3, max_tiles] int32: a tile's expert, -1 for a tile not in use; where its pairs start in
     `order`; where its expert's pairs end."""
 
+    @property
+    def num_tiles(self) -> int:
+        return self.tiles.shape[1]
+
+
+class LonePairs(NamedTuple):
+    """Each pair is a tile of its own: for so few that sorting them would bring few together."""
+
+    order: torch.Tensor
+    """[num_pairs] int32: each pair's expert."""
+    tiles: None = None
+
+    @property
+    def num_tiles(self) -> int:
+        return len(self.order)
+
 
 @triton.jit
 def _route_kernel(

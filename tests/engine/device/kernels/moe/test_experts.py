@@ -120,6 +120,18 @@ def test_biases_and_clamps(
 
 
 @devices_and_dtypes
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_pairs_that_are_not_sorted(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+    """The result of a few is the same bit by bit as among many; two tokens share an expert."""
+    case = Case(24, dtype=dtype, device=device, num_experts=48)
+    case.logits[1] = case.logits[0]
+    many = case.run(TILES["16"])
+    few = case.run(TILES["16"], slice(num_tokens))
+    assert torch.equal(few, many[:num_tokens])
+    case.check(TILES["16"])
+
+
+@devices_and_dtypes
 @cuts
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_a_shared_expert(device: str, dtype: torch.dtype, tiles: ExpertTiles, top_k: int) -> None:
