@@ -70,7 +70,7 @@ OPTION: dict[str, Any] = {
 }
 PROMPT, STEPS, WARM_STEPS = 512, 192, 16
 PEAK_BYTES_PER_S = {"H100": 3.35e12, "H200": 4.8e12}
-"""Of the memory, by the vendor's datasheets."""
+"""Rates of the memory, by the vendor's datasheets."""
 MOST_IDS = 100_000
 """Token ids that prompts are drawn from, where the vocabulary is not smaller."""
 

@@ -53,6 +53,7 @@ def run_chat(
         models=LocalShelf(holder),
         chats=chats,
         resume=resume,
+        found_by=() if config.model is None else (config.model,),
     )
 
 

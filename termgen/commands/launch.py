@@ -11,7 +11,7 @@ import gc
 import importlib
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from termgen.commands.exit_codes import OK
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from termgen.client import EngineClient
     from termgen.library.progress import TerminalProgress
     from termgen.server import Server
+    from termgen.tui.app import TermgenApp
     from termgen.tui.chat.saved.chat_store import ChatStore, Resume
     from termgen.tui.models import ModelShelf
 
@@ -140,8 +141,10 @@ def run_app(
     models: ModelShelf | None = None,
     chats: ChatStore | None = None,
     resume: Resume | None = None,
+    found_by: Sequence[str] = (),
 ) -> int:
-    """Run the terminal app until the user quits. It starts and stops the engine."""
+    """Run the terminal app until the user quits. It starts and stops the engine. found_by: see
+    `TermgenApp`."""
     from termgen.tui.app import TermgenApp
     from termgen.tui.chat.saved.chat_store import ChatStore, store_path
 
@@ -157,13 +160,21 @@ def run_app(
         models=models,
         chats=chats,
         resume=resume,
+        found_by=found_by,
     )
     try:
         app.run()
     finally:
         asyncio.run(stop())  # a no-op unless the app ended before stopping the engine
-    if chats.trouble:
-        print(f"termgen: error: {chats.trouble}", file=sys.stderr)
+    return end_app(app)
+
+
+def end_app(app: TermgenApp) -> int:
+    """Say below the screen what became of the chat; returns the exit code."""
+    if app.chats.trouble:
+        print(f"termgen: error: {app.chats.trouble}", file=sys.stderr)
+    elif app.resume_command:  # in one line, however long: it is there to be copied
+        print(f"resume: {app.resume_command}", file=sys.stderr)
     return app.return_code or OK
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from termgen.commands.exit_codes import OK
+from termgen.commands.launch import end_app
 from termgen.commands.settings import SettingLayers, flag_of
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError, EngineError
@@ -158,9 +157,8 @@ def run_remote_chat(
         models=holder,
         chats=chats,
         resume=resume,
+        found_by=("--url", target.url),
         open_feed=lambda: holder.open_feed(ui.dashboard_hz),
     )
     app.run()
-    if chats.trouble:
-        print(f"termgen: error: {chats.trouble}", file=sys.stderr)
-    return app.return_code or OK
+    return end_app(app)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import termios
 import time
@@ -67,6 +68,8 @@ MOST_QUEUED = 20
 LONGEST_CLOSE_S = 2.0
 
 FAILED_START = 2
+ID_CHARS = 8
+"""Characters of the id of a chat that name it: the command line takes its beginning."""
 QUIT_WINDOW_S = 2.0
 PALETTE_CLOSES_S = 0.2
 THEME_POLL_S = 1.0  # how often to see whether a theme file was saved
@@ -223,8 +226,10 @@ class TermgenApp(KeyedApp):
         models: ModelShelf | None = None,
         chats: ChatStore | None = None,
         resume: Resume | None = None,
+        found_by: Sequence[str] = (),
     ) -> None:
-        """`models`: what may be changed to; None where the model stays.
+        """`models`: what may be changed to; None where the model stays. found_by: arguments of the
+        command line by which another start finds the same model.
 
         Without `chats`, they are kept in memory.
         """
@@ -233,6 +238,9 @@ class TermgenApp(KeyedApp):
         self.ui = ui
         self.chats = chats or ChatStore()
         self.resume = resume
+        self._found_by = tuple(found_by)
+        self.resume_command = ""
+        """Set at the end: the command that opens the chat again; empty without one."""
         self._keymap_now = self.read_keys(ui)
         self.first_keys = {
             name: key
@@ -396,19 +404,36 @@ class TermgenApp(KeyedApp):
         self, result: None = None, return_code: int = 0, message: RenderableType | None = None
     ) -> None:
         """Print unsent text: it would be lost with the screen."""
-        if (unsent := self._unsent) and not self._exit:
-            words = Text("Not sent:\n\n" + clean(unsent) + "\n")
-            message = words if message is None else Group(words, message)
+        if not self._exit:
+            self.resume_command = self._command_to_resume()
+            if unsent := self._unsent:
+                words = Text("Not sent:\n\n" + clean(unsent) + "\n")
+                message = words if message is None else Group(words, message)
         super().exit(result, return_code, message)
+
+    def _command_to_resume(self) -> str:
+        """The command that opens the chat of this screen again; empty if it is not kept."""
+        if self.chats.path is None or self.chats.trouble:
+            return ""
+        words = ["termgen", "chat", *self._found_by]
+        if self.ui.chat_db:
+            words += ["--chat-db", self.ui.chat_db]
+        for screen in self._chat_screens():
+            if screen.conversation.turns:
+                return shlex.join([*words, "--session", screen.conversation.session_id[:ID_CHARS]])
+        return ""
+
+    def _chat_screens(self) -> list[ChatScreen]:
+        screens = [screen for stack in self._screen_stacks.values() for screen in stack]
+        return [screen for screen in screens if isinstance(screen, ChatScreen)]
 
     @property
     def _unsent(self) -> str:
         """Everything written that is in no chat."""
         unsent = self._loading.unsent
-        for stack in self._screen_stacks.values():
-            for screen in stack:
-                if isinstance(screen, ChatScreen) and screen.is_mounted:
-                    unsent += screen.area.unsent
+        for screen in self._chat_screens():
+            if screen.is_mounted:
+                unsent += screen.area.unsent
         return "\n\n".join(unsent)
 
     def _hang_up(self) -> None:

@@ -125,6 +125,7 @@ class ChatScreen(ThemedScreen):
 
     def on_unmount(self) -> None:
         self.autosave.flush()
+        self.saved.save_draft()
 
     def apply_palette(self) -> None:
         super().apply_palette()
@@ -254,7 +255,9 @@ class ChatScreen(ThemedScreen):
 
     def show_conversation(self, conversation: Conversation) -> None:
         """Show another chat. Attached files are dropped, waiting messages go to the history, the
-        draft stays."""
+        draft goes along to a new chat."""
+        if not conversation.turns:
+            self.autosave.drafted(self.conversation, "")
         self.dialogue.show(conversation)
         self.saved.update_panel()
         if self.saved.is_opening:

@@ -625,6 +625,11 @@ class Dialogue:
         self._view.prompt.set_text(text)
         self._view.screen.refresh_bindings()
 
+    @property
+    def draft(self) -> str:
+        """What the prompt holds, or held when the editing of a question began."""
+        return self._view.prompt.text if self.editing is None else self._draft
+
     def end_editing(self, *, typed: str = "") -> None:
         """Bring back the draft from before the edit, with `typed` behind it."""
         if self.editing is not None:

@@ -35,6 +35,10 @@ from termgen.tui.paint.sanitize import clean_line
 
 SEARCH_PAUSE_S = 0.08
 """Pause in typing before the store is searched."""
+DRAFT_EVERY_S = 1.0
+"""What was typed in a shorter time is lost if the program is killed."""
+EARLIER_QUESTIONS = 500
+"""Questions of saved chats that the up key finds."""
 OTHERS_S = 1.0
 """Interval of checks whether another window has written to the same chat."""
 
@@ -79,8 +83,24 @@ class SavedChats:
         self._store.start(report=self._report, replaced=self._save_again)
         if self._store.path is not None:
             self._view.screen.set_interval(OTHERS_S, self.look_for_others)
+            self._view.screen.set_interval(DRAFT_EVERY_S, self.save_draft)
+        self._view.start_worker("earlier-questions", self._reading_questions)
         if self._resume is not None:
             self.open(self._resume.session_id, resume=self._resume)
+
+    async def _reading_questions(self) -> None:
+        """The up key finds the questions of other runs, too."""
+        try:
+            texts = await self._store.read(lambda db: db.recent_questions(EARLIER_QUESTIONS))
+        except ChatStoreError as error:
+            self._report(str(error))
+        else:
+            self._view.prompt.prompts.add_earlier(texts)
+
+    def save_draft(self) -> None:
+        """Keep what the prompt holds with the open chat."""
+        if not self.is_opening:
+            self._autosave.drafted(self._dialogue.conversation, self._dialogue.draft)
 
     def note_asked(self, turn: Turn) -> None:
         """Take in a turn that this window has asked."""
@@ -213,13 +233,19 @@ class SavedChats:
         start("open-session", self._opening, session_id, resume, exclusive=True)
 
     async def _opening(self, session_id: str, resume: Resume | None) -> None:
+        self.save_draft()
         try:
             session, turns = await self._store.read(lambda database: database.load(session_id))
+            draft = await self._store.read(lambda database: database.draft(session_id))
             conversation = conversation_of(session, turns)
         except ChatStoreError as error:
             self._report(str(error))
         else:
+            had_turns = bool(self._dialogue.conversation.turns)
+            self.save_draft()
             self._show(conversation)
+            self._autosave.opened(session_id, draft)
+            self._show_draft(draft, had_turns=had_turns)
             self._settings.restore(session.params)
             if resume is not None:
                 self._dialogue.restore_settings(resume.given)
@@ -227,6 +253,15 @@ class SavedChats:
             self._view.status.repaint()
         self.is_opening = False
         self._on_opened()
+
+    def _show_draft(self, draft: str, *, had_turns: bool) -> None:
+        """The prompt holds the draft of the chat that was opened. had_turns: the chat before has
+        kept its own; else what was typed belongs to no chat, and stays."""
+        prompt = self._view.prompt
+        if had_turns:
+            prompt.set_text(draft)
+        elif draft and draft != prompt.text:
+            prompt.set_text(f"{draft}\n{prompt.text}" if prompt.text.strip() else draft)
 
     def rename_open(self, title: str) -> None:
         if not self._dialogue.conversation.turns:

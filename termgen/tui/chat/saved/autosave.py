@@ -26,6 +26,8 @@ class Autosave:
         self._saved_s = 0.0
         self._unsaved: tuple[Conversation, Turn] | None = None
         """Whose text has grown since it was saved."""
+        self._drafts: dict[str, str] = {}
+        """Chat -> its draft as it was saved last, of the chats opened so far."""
 
     def asked(
         self,
@@ -57,6 +59,19 @@ class Autosave:
         if unsaved is not None:
             self._save_turn(*unsaved)
             self._saved_s = self._clock()
+
+    def opened(self, session_id: str, draft: str) -> None:
+        """A chat was opened whose draft in the file is this."""
+        self._drafts[session_id] = draft
+
+    def drafted(self, conversation: Conversation, text: str) -> None:
+        """Save what a chat's prompt holds, if that has changed here. A chat without a question is
+        in no file, and neither is its draft."""
+        session_id = conversation.session_id
+        if not conversation.turns or self._drafts.get(session_id, "") == text:
+            return
+        self._drafts[session_id] = text
+        self._put_about(session_id, "draft", lambda database: database.save_draft(session_id, text))
 
     def withdrew(self, conversation: Conversation, turn: Turn) -> None:
         """A turn is out of the tree; what took its place on the path is chosen already."""

@@ -35,6 +35,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         " figures TEXT NOT NULL)",
         "CREATE INDEX turns_by_session ON turns (session_id)",
     ),
+    ("CREATE TABLE drafts (session_id TEXT PRIMARY KEY, text TEXT NOT NULL)",),
 )
 """Steps from each schema version to the next. Never change a released one."""
 
@@ -225,9 +226,10 @@ class ChatDatabase:
             self._connection.execute(
                 "DELETE FROM sessions WHERE deleted_s < ?", (time.time() - KEPT_DELETED_S,)
             )
-            self._connection.execute(
-                "DELETE FROM turns WHERE session_id NOT IN (SELECT session_id FROM sessions)"
-            )
+            for table in ("turns", "drafts"):
+                self._connection.execute(
+                    f"DELETE FROM {table} WHERE session_id NOT IN (SELECT session_id FROM sessions)"
+                )
 
     @property
     def others_version(self) -> int:
@@ -316,6 +318,28 @@ class ChatDatabase:
 
     def restore(self, session_id: str) -> None:
         self._put("UPDATE sessions SET deleted_s = NULL WHERE session_id = ?", session_id)
+
+    def save_draft(self, session_id: str, text: str) -> None:
+        """Keep what a chat's prompt holds; nothing of an empty one."""
+        if text:
+            self._put("INSERT OR REPLACE INTO drafts VALUES (?, ?)", session_id, text)
+        else:
+            self._put("DELETE FROM drafts WHERE session_id = ?", session_id)
+
+    def draft(self, session_id: str) -> str:
+        row = self._connection.execute(
+            "SELECT text FROM drafts WHERE session_id = ?", (session_id,)
+        ).fetchone()
+        return str(row[0]) if row is not None else ""
+
+    def recent_questions(self, limit: int) -> list[str]:
+        """Questions of all chats, the oldest of them first."""
+        rows = self._connection.execute(
+            "SELECT t.question FROM turns t JOIN sessions s USING (session_id)"
+            " WHERE s.deleted_s IS NULL ORDER BY t.number DESC LIMIT ?",
+            (limit,),
+        ).fetchall()
+        return [str(question) for (question,) in reversed(rows)]
 
     def load(self, session_id: str) -> tuple[SessionRecord, list[TurnRecord]]:
         row = self._connection.execute(

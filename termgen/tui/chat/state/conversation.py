@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 from uuid import uuid4
 
@@ -303,6 +303,11 @@ class PromptHistory:
         if text and (not self._entries or self._entries[-1] != text):
             self._entries.append(text)
         self.reset()
+
+    def add_earlier(self, texts: Sequence[str]) -> None:
+        """Put in front what was written before all of these, as far as there is room."""
+        merged = [text for text, _ in groupby([*texts, *self._entries])]
+        self._entries = deque(merged, maxlen=self._entries.maxlen)
 
     def reset(self) -> None:
         self._back, self._draft = 0, ""
