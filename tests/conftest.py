@@ -237,7 +237,7 @@ def _tiny_config(family: str, overrides: dict[str, Any]) -> Any:
             settings["swiglu_limit"] = 0.5
     if family in ("qwen3_5_moe_text", "qwen3_next"):
         settings.update(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40)
-        # As large as the others, as in real models, and of another size.
+        # Real models have the other experts' size; one family here has another.
         settings["shared_expert_intermediate_size"] = 48 if family == "qwen3_next" else 40
     if family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         # A quarter of each head is rotated; a key head serves two value heads.
