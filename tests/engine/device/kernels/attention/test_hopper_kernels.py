@@ -91,9 +91,7 @@ KIB = {80: 163, 89: 99, 90: 227}
 LARGE = [
     {"arch": 90, "head_dim": 512},
     {"arch": 90, "head_dim": 512, "dtype": "float32"},
-    {"arch": 90, "head_dim": 512, "cache_dtype": "float8_e4m3fn"},
-    {"arch": 90, "head_dim": 192, "softcap": 50.0, "window": 100, "group": 2},
-    {"arch": 90, "head_dim": 64, "has_sinks": True, "window": 128, "group": 8},
+    {"arch": 90, "head_dim": 192, "softcap": 50.0, "has_sinks": True, "window": 100, "group": 2},
     {"arch": 89, "head_dim": 512},
     {"arch": 89, "head_dim": 256, "softcap": 50.0, "has_sinks": True},
 ]
