@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from termgen.commands.launch import EngineHolder, run_app
+from termgen.commands.launch import EngineHolder, model_argument, run_app
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import DownloadError, EngineError, ModelError, ModelNotFoundError, TermgenError
 from termgen.library import catalog
@@ -53,7 +53,7 @@ def run_chat(
         models=LocalShelf(holder),
         chats=chats,
         resume=resume,
-        found_by=() if config.model is None else (config.model,),
+        found_by=model_argument(config),
     )
 
 

@@ -92,7 +92,18 @@ def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -
     server = Server(None, server_config)
     server.bind()  # report a port in use on the plain terminal, before any screen
     served = ServedEngine(holder, server, drain_s=server_config.drain_timeout)
-    return run_app(served.start, served.stop, ui, start_screen="dashboard")
+    return run_app(
+        served.start,
+        served.stop,
+        ui,
+        start_screen="dashboard",
+        found_by=model_argument(holder.config),
+    )
+
+
+def model_argument(config: EngineConfig) -> tuple[str, ...]:
+    """The command line's word for the model; none for the default one."""
+    return () if config.model is None else (config.model,)
 
 
 class ServedEngine:
