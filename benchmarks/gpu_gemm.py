@@ -1,9 +1,9 @@
 """Products of a few rows on a CUDA device: cuBLAS beside every candidate of `small_gemm`.
 
-    python benchmarks/gpu_gemm.py [--models NAME ...] [--output FILE.py]
+    python benchmarks/gpu_gemm.py [--models NAME ...] [--float8] [--output FILE.py]
 
 Measures as `termgen tune` does: see termgen/engine/device/kernels/gemm/timing.py. FILE.py is the
-table that comes with termgen, termgen/engine/device/kernels/gemm/small_gemm_table.py.
+table that comes with termgen: gemm/small_gemm_table.py, or float8_table.py with --float8.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHAPES = {  # (N, K) of each weight
     "llama-3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),
     "llama-3.1-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
 }
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 
 
 @dataclass
@@ -41,11 +41,11 @@ class Cell:
     found: Found
 
 
-def measure(model: str, gpu: Gpu) -> list[Cell]:
+def measure(model: str, gpu: Gpu, is_float8: bool) -> list[Cell]:
     cells = []
     for name, (n, k) in zip(NAMES, SHAPES[model], strict=True):
-        tried = candidates_by_rows(n, k, gpu)
-        products = Products(n, k, gpu, DEVICE)
+        tried = candidates_by_rows(n, k, gpu, is_float8=is_float8)
+        products = Products(n, k, gpu, DEVICE, is_float8=is_float8)
         products.compile({config for configs in tried.values() for config in configs})
         for m, configs in tried.items():
             found = search(configs, products.timer(m, configs), gpu.tie)
@@ -88,11 +88,12 @@ def literal(config: SmallGemmConfig | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--float8", action="store_true", help="weights of 8 bits")
     parser.add_argument("--output", type=Path, help="where to write the table")
     args = parser.parse_args()
     started = perf_counter()
     gpu = Gpu.of(DEVICE)
-    cells = [cell for model in args.models for cell in measure(model, gpu)]
+    cells = [cell for model in args.models for cell in measure(model, gpu, args.float8)]
     print_rows(
         {
             "model": cell.model,

@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"device config", "vocabulary", "native", "kernels", "recurrent"},
     "recurrent": {"kernels"},
     "layers": {"device config", "native", "kernels"},
-    "quantization": {"vocabulary", "files", "native", "layers"},
+    "quantization": {"vocabulary", "files", "native", "kernels", "layers"},
     "models": {"vocabulary", "device config", "kernels", "attention", "recurrent", "layers"},
     "loader": {
         *("vocabulary", "files", "device config", "attention"),

@@ -7,6 +7,7 @@ time, on the CPU; the engine runs on the CPU, and on a GPU where there is one.
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -275,3 +276,45 @@ def test_every_family_equals_transformers(
     expected.check(run(engine, prompts, params), NUM_TOKENS)  # over a warm cache
     is_cached = options.get("enable_prefix_caching", True)
     assert (engine.snapshot().prefix_hit_tokens > hits) == is_cached
+
+
+@pytest.fixture(scope="module")
+def float8_case(family_case: FamilyCase, tmp_path_factory: pytest.TempPathFactory) -> FamilyCase:
+    """The same of a model whose matrices, but those of embeddings, are 8-bit floats times a power
+    of two, in a checkpoint of floats."""
+    pytest.importorskip("triton")
+    from safetensors.torch import load_file, save_file
+
+    from termgen.engine.device.quantization.float8 import round_rows
+
+    @functools.cache
+    def make(family: str) -> tuple[Path, list[list[int]], GreedyReference]:
+        source, prompts, _ = family_case(family)
+        folder = tmp_path_factory.mktemp("float8") / family
+        shutil.copytree(source, folder)
+        for path in folder.glob("*.safetensors"):
+            tensors = load_file(path)
+            for name, tensor in tensors.items():
+                if tensor.ndim == 2 and "embed" not in name and "head" not in name:
+                    numbers, scale = round_rows(tensor)
+                    tensors[name] = (numbers.float() * scale[:, None]).to(tensor.dtype)
+            save_file(tensors, path, metadata={"format": "pt"})
+        return folder, prompts, GreedyReference(load_reference(folder), prompts)
+
+    return make
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
+def test_weights_of_8_bits_equal_their_floats(
+    engines: Engines, float8_case: FamilyCase, family: str, name: str
+) -> None:
+    folder, prompts, expected = float8_case(family)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    options = {"quantization": "fp8", "skip_tokenizer_init": True, **OPTIONS[name]}
+    if family in WITH_WINDOWS and "num_gpu_blocks_override" in options:
+        options["num_gpu_blocks_override"] = 24  # some of each group
+    engine = engines(folder, device="cuda", **options)
+    for _ in range(2):  # the second time over a warm cache
+        expected.check(run(engine, prompts, params), NUM_TOKENS)

@@ -1,7 +1,7 @@
 """Triton kernels of the CUDA path: an operation's kernels, launcher and reference in one file.
 
     attention   decode and prefill over the paged cache, and the plans that divide their work
-    gemm        products of a few rows, and the table of measured shapes
+    gemm        products of a few rows, also with 8-bit weights, and the tables of measured shapes
     moe         routing to experts, and their products
     sampling    logits to token ids
     rows        everything that goes row by row: norms, rotation, activation, the ends of a step
@@ -30,7 +30,8 @@ FP8_COMPUTE_CAPABILITY = (8, 9)
 
 
 def why_unusable(device: torch.device, *, dtype: torch.dtype | None = None) -> str:
-    """The reason that kernels cannot run here with a KV cache of `dtype`; empty when they can."""
+    """The reason that kernels cannot run here with a KV cache or weights of `dtype`; empty when
+    they can."""
     if device.type != "cuda":
         return f"Triton kernels need a CUDA device, not {device.type}"
     if find_spec("triton") is None:
@@ -38,7 +39,7 @@ def why_unusable(device: torch.device, *, dtype: torch.dtype | None = None) -> s
     capability = torch.cuda.get_device_capability(device)
     what, least = "Triton kernels need", MIN_COMPUTE_CAPABILITY
     if dtype == torch.float8_e4m3fn and capability >= least:
-        what, least = "Triton kernels with an fp8 KV cache need", FP8_COMPUTE_CAPABILITY
+        what, least = "Triton kernels with 8-bit floats need", FP8_COMPUTE_CAPABILITY
     if capability < least:
         return (
             f"{what} compute capability {least[0]}.{least[1]}, and "

@@ -8,7 +8,7 @@ fills their slots, and `finalize` turns the filled weight into what the device m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -70,6 +70,12 @@ class Build:
     ops: LayerOps
     expert_method: LinearMethodFactory | None = None
     """The same for the matrices of experts; None: all experts of a layer are one tensor."""
+    table_method: LinearMethodFactory | None = None
+    """The same for heads and tables of embeddings; None: `method`."""
+
+    @property
+    def for_tables(self) -> Build:
+        return replace(self, method=self.table_method or self.method)
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return empty_parameter(*shape, dtype=self.dtype, device=self.device)

@@ -87,17 +87,33 @@ def measured_choice(
     return choose(num_rows, n, k, spec.dtype, spec.device, MEASURED, tuned)
 
 
-class SmallBatchLinears:
-    """LinearMethodFactory: makes the layers of one model, which share a workspace.
+class SharedWorkspace:
+    """The workspace of all products of a model: its layers run one after another on one stream."""
 
-    Layers run one after another on one stream, so one workspace serves them all.
-    """
-
-    def __init__(self, choose: Choose = measured_choice) -> None:
-        self._choose = choose
+    def __init__(self) -> None:
         self._num_values = 0
         self._num_tiles = 0
         self._workspace: SmallGemmWorkspace | None = None
+
+    def reserve(self, config: SmallGemmConfig, out_features: int) -> None:
+        self._num_tiles = max(self._num_tiles, config.tiles(out_features))
+        self._num_values = max(self._num_values, config.partial_values(out_features))
+
+    def on(self, device: torch.device) -> SmallGemmWorkspace:
+        """Made once, when every layer is known."""
+        if self._workspace is None:
+            self._workspace = SmallGemmWorkspace(
+                device, num_values=self._num_values, num_tiles=self._num_tiles
+            )
+        return self._workspace
+
+
+class SmallBatchLinears:
+    """LinearMethodFactory: makes the layers of one model, which share a workspace."""
+
+    def __init__(self, choose: Choose = measured_choice) -> None:
+        self._choose = choose
+        self._shared = SharedWorkspace()
 
     def __call__(self, spec: LinearSpec) -> FloatLinear:
         if not spec.is_multiplied:
@@ -107,17 +123,8 @@ class SmallBatchLinears:
             config = self._choose(num_rows, spec)
             if config is not None:
                 configs[num_rows] = config
-                self._num_tiles = max(self._num_tiles, config.tiles(spec.out_features))
-                self._num_values = max(self._num_values, config.partial_values(spec.out_features))
-        return SmallBatchLinear(spec, self, configs)
-
-    def workspace(self, device: torch.device) -> SmallGemmWorkspace:
-        """Made once, when every layer is known."""
-        if self._workspace is None:
-            self._workspace = SmallGemmWorkspace(
-                device, num_values=self._num_values, num_tiles=self._num_tiles
-            )
-        return self._workspace
+                self._shared.reserve(config, spec.out_features)
+        return SmallBatchLinear(spec, self._shared, configs)
 
 
 class SmallBatchLinear(FloatLinear):
@@ -127,7 +134,7 @@ class SmallBatchLinear(FloatLinear):
     def __init__(
         self,
         spec: LinearSpec,
-        shared: SmallBatchLinears,
+        shared: SharedWorkspace,
         configs: dict[int, SmallGemmConfig],
     ) -> None:
         super().__init__(spec)
@@ -142,5 +149,5 @@ class SmallBatchLinear(FloatLinear):
         config = self._configs.get(x.shape[0])
         if config is None:
             return F.linear(x, self.weight, bias)
-        workspace = self._shared.workspace(x.device)
+        workspace = self._shared.on(x.device)
         return small_gemm(x, self.weight, bias, config=config, workspace=workspace)

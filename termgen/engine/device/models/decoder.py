@@ -204,7 +204,7 @@ class CausalDecoder(nn.Module):
         self.embedding: VocabEmbedding | None = None
         if not tied:
             self.embedding = VocabEmbedding(
-                "model.embed_tokens", config.vocab_size, config.hidden_size, build
+                "model.embed_tokens", config.vocab_size, config.hidden_size, build.for_tables
             )
         self._ops = build.ops
         dims = (config.kv_heads(layer)[1] for layer in range(config.num_layers))
@@ -246,7 +246,7 @@ class CausalDecoder(nn.Module):
             config.hidden_size,
             {"model.embed_tokens" if tied else "lm_head": config.vocab_size},
             bias=False,
-            build=build,
+            build=build.for_tables,
             is_looked_up=tied,
         )
 

@@ -95,7 +95,9 @@ class LayerInputs(nn.Module):
         self._shape = (config.num_layers, inputs.size)
         self._num_rows = inputs.vocab_size
         self._has_all_rows = inputs.vocab_size >= config.vocab_size
-        self.table = VocabEmbedding("model.embed_tokens_per_layer", inputs.vocab_size, size, build)
+        self.table = VocabEmbedding(
+            "model.embed_tokens_per_layer", inputs.vocab_size, size, build.for_tables
+        )
         self.proj = Linear(
             config.hidden_size, {"per_layer_model_projection": size}, bias=False, build=build
         )

@@ -54,6 +54,7 @@ MODELS = {
 LINEAR_METHODS = {
     None: "termgen.engine.device.layers.linear:FloatLinear",
     "int8": "termgen.engine.device.quantization.int8:Int8Linear",
+    "fp8": "termgen.engine.device.quantization.float8:Float8Linears",
 }
 
 
@@ -83,8 +84,13 @@ def build_model(
         check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
     from termgen.engine.device.layers.linear import Build  # torch: seconds
 
-    method = _linear_method(quantization, device, tuned)
-    build = Build(dtype, device, method, ops, expert_method=method if quantization else None)
+    if quantization == "fp8":
+        check_float8(config, device)
+        floats = _linear_method(None, device, tuned)
+        build = Build(dtype, device, _linear_method("fp8", device)(), ops, table_method=floats)
+    else:
+        method = _linear_method(quantization, device, tuned)
+        build = Build(dtype, device, method, ops, expert_method=method if quantization else None)
     model: CausalDecoder = resolve_name(MODELS[config.architecture])(
         config, build, attention, recurrent
     )
@@ -102,6 +108,19 @@ def _linear_method(
 
         return SmallBatchLinears(partial(measured_choice, tuned=tuned))
     return resolve_name(LINEAR_METHODS[quantization])
+
+
+def check_float8(config: ModelConfig, device: torch.device) -> None:
+    """Raises ConfigError where weights of 8-bit floats cannot be multiplied."""
+    import torch  # seconds
+
+    if problem := why_unusable(device, dtype=torch.float8_e4m3fn):
+        raise ConfigError(f"quantization fp8: {problem}", param="quantization")
+    if config.moe is not None:
+        raise ConfigError(
+            "quantization fp8 covers no mixtures of experts yet; leave it out",
+            param="quantization",
+        )
 
 
 def check_memory(needed_bytes: int) -> None:

@@ -443,7 +443,7 @@ def test_an_fp8_cache_is_refused_where_only_a_slow_backend_reads_it(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     shape = AttentionCase([(0, 1)], kv_cache_dtype=FP8).shape
     ampere = dataclasses.replace(shape, device=CUDA)
-    needs = "an fp8 KV cache need compute capability 8.9, and NVIDIA A100 has 8.0"
+    needs = "8-bit floats need compute capability 8.9, and NVIDIA A100 has 8.0"
     with pytest.raises(ConfigError, match=f"kv_cache_dtype fp8: .*{needs}; use .* auto") as error:
         make_backends(None, [ampere])
     assert error.value.param == "kv_cache_dtype"

@@ -51,6 +51,9 @@ _MMA_SHAPES = {  # block_n, block_k, num_warps, num_stages
     32: [(64, 128, 4, 4), (128, 128, 8, 3), (64, 256, 4, 3), (128, 64, 4, 4), (32, 256, 4, 3)],
     64: [(64, 128, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3), (64, 64, 4, 5), (64, 128, 4, 4)],
 }
+_FLOAT8_WORD = 4
+"""Columns in a word of `float8_gemm`."""
+_FLOAT8_MMA_SHAPES = [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3)]
 _SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024}
 """Compute capability -> shared memory of a program, for a torch that does not say; 99 KiB else."""
 
@@ -128,9 +131,33 @@ def search(
     return Found(winner if is_faster else None, times[winner], library)
 
 
-def candidates_by_rows(n: int, k: int, gpu: Gpu) -> dict[int, list[SmallGemmConfig]]:
-    """Candidates of a shape in a half type, for each measured number of rows."""
+def candidates_by_rows(
+    n: int, k: int, gpu: Gpu, *, is_float8: bool = False
+) -> dict[int, list[SmallGemmConfig]]:
+    """Candidates of a shape in a half type, for each measured number of rows. is_float8: those of
+    `float8_gemm`."""
+    if is_float8:
+        return {rows: float8_candidates(rows, n, k, gpu) for rows in ROW_BANDS}
     return {rows: candidates(rows, n, k, torch.bfloat16, gpu) for rows in ROW_BANDS}
+
+
+def float8_candidates(m: int, n: int, k: int, gpu: Gpu) -> list[SmallGemmConfig]:
+    """Candidates of `float8_gemm`, whose block_k counts words of four columns."""
+    found = []
+    if m <= _MAX_GEMV_ROWS:
+        for config in _gemv_candidates(band_of(m), k):
+            found.append(replace(config, block_k=config.block_k // _FLOAT8_WORD))
+    for block_n, block_k, num_warps, num_stages in _FLOAT8_MMA_SHAPES:
+        block_m = max(_MIN_MMA_ROWS, band_of(m))
+        tile_bytes = _FLOAT8_WORD * block_k * (block_n + 2 * block_m)
+        if tile_bytes * num_stages > gpu.shared_bytes:
+            continue
+        tiles, steps = -(-n // block_n), -(-k // (_FLOAT8_WORD * block_k))
+        for splits in _split_choices(tiles, steps, gpu.num_sms):
+            found.append(
+                SmallGemmConfig("mma", block_m, block_n, block_k, num_warps, num_stages, splits)
+            )
+    return [_without_late_prefetch(config, n, gpu) for config in found]
 
 
 def candidates(m: int, n: int, k: int, dtype: torch.dtype, gpu: Gpu) -> list[SmallGemmConfig]:

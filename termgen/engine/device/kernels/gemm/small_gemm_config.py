@@ -115,7 +115,7 @@ def choose(
         return None
     by_rows = tuned.get(n, k) if tuned is not None else None
     if by_rows is None and torch.cuda.get_device_capability(device) == SHIPPED_CAPABILITY:
-        by_rows = _nearest(n, k, shipped)
+        by_rows = nearest(n, k, shipped)
     if by_rows is None:
         return None
     rows = min((rows for rows in by_rows if rows >= m), default=None)
@@ -123,11 +123,12 @@ def choose(
     return config if config is None or config.can_run(k) else None
 
 
-def _nearest(n: int, k: int, table: Table) -> ByRows | None:
-    nearest = min(table, key=lambda shape: _distance(shape, (n, k)), default=None)
-    if nearest is None or _distance(nearest, (n, k)) > _NEAR:
+def nearest(n: int, k: int, table: Table) -> ByRows | None:
+    """What was measured for the shape, or for the next one that speaks for it."""
+    found = min(table, key=lambda shape: _distance(shape, (n, k)), default=None)
+    if found is None or _distance(found, (n, k)) > _NEAR:
         return None
-    return table[nearest]
+    return table[found]
 
 
 def _distance(shape: tuple[int, int], other: tuple[int, int]) -> float:

@@ -14,12 +14,14 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from triton.runtime.errors import TritonError
 
 from termgen.engine.device.kernels.gemm.candidates import Gpu
+from termgen.engine.device.kernels.gemm.float8_gemm import FLOAT8, float8_gemm, pack, widen
 from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace, small_gemm
 from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 
@@ -41,20 +43,26 @@ _LEAST_ROWS = 16
 class Products:
     """Products with copies of one weight [n, k], and their times."""
 
-    def __init__(self, n: int, k: int, gpu: Gpu, device: torch.device) -> None:
+    def __init__(
+        self, n: int, k: int, gpu: Gpu, device: torch.device, *, is_float8: bool = False
+    ) -> None:
+        """is_float8: by `float8_gemm`; cuBLAS gets numbers that are turned into 16 bits first."""
         self.n, self.k = n, k
+        self._scale = torch.full((n,), 0.5, device=device) if is_float8 else None
         self._device = device
         self._unusable: set[SmallGemmConfig] = set()
         generator = torch.Generator(device).manual_seed(n + k)
-        self._weights = [
-            torch.randn(n, k, dtype=torch.bfloat16, device=device, generator=generator)
-            for _ in range(num_copies(n, k, gpu))
-        ]
+        self._weights = []
+        for _ in range(num_copies(n, k, gpu, 1 if is_float8 else 2)):
+            weight = torch.randn(n, k, dtype=torch.bfloat16, device=device, generator=generator)
+            self._weights.append(pack(weight.to(FLOAT8)) if is_float8 else weight)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def compile(self, configs: Collection[SmallGemmConfig]) -> None:
         """Compile them in threads; those that cannot run here are not timed later."""
-        self._unusable |= compile_all(((config, self.k) for config in configs), self._device)
+        self._unusable |= compile_all(
+            ((config, self.k) for config in configs), self._device, self._scale is not None
+        )
 
     def timer(
         self, rows: int, tried: Collection[SmallGemmConfig]
@@ -69,10 +77,10 @@ class Products:
 
         def seconds(config: SmallGemmConfig | None) -> float:
             if config is None:
-                return self._chain(lambda w: torch.mm(x, w.t(), out=out))
+                return self._chain(lambda w: torch.mm(x, self._wide(w).t(), out=out))
             if config in self._unusable:
                 return math.inf
-            product = partial(small_gemm, x, config=config, workspace=workspace, out=out)
+            product = self._product(x, config=config, workspace=workspace, out=out)
             try:
                 if config not in checked:
                     workspace.partial.fill_(math.nan)
@@ -95,17 +103,26 @@ class Products:
         logger.warning("%s of %d x %d %s", describe_config(config), self.n, self.k, why)
         self._unusable.add(config)
 
+    def _product(self, x: torch.Tensor, **options: Any) -> Callable[[torch.Tensor], object]:
+        if (scale := self._scale) is not None:
+            return lambda words: float8_gemm(x, words, scale, **options)
+        return partial(small_gemm, x, **options)
+
+    def _wide(self, weight: torch.Tensor) -> torch.Tensor:
+        """In 16 bits, times its scale; which is exact, the scale being a half."""
+        return weight if self._scale is None else widen(weight, self._scale, self.k, torch.bfloat16)
+
     def _expected(self, x: torch.Tensor) -> torch.Tensor:
-        parts = torch.split(self._weights[0], _ROWS_AT_ONCE)
+        parts = torch.split(self._wide(self._weights[0]), _ROWS_AT_ONCE)
         return torch.cat([F.linear(x.float(), part.float()) for part in parts], dim=1)
 
     def _chain(self, product: Callable[[torch.Tensor], object]) -> float:
         return time_chain(product, self._weights, self._stream)
 
 
-def num_copies(n: int, k: int, gpu: Gpu) -> int:
-    """Copies of a 16-bit weight [n, k] that the L2 cache does not hold together."""
-    return math.ceil(ROTATED_SHARE * gpu.l2_bytes / (2 * n * k))
+def num_copies(n: int, k: int, gpu: Gpu, item_bytes: int = 2) -> int:
+    """Copies of a weight [n, k] that the L2 cache does not hold together."""
+    return math.ceil(ROTATED_SHARE * gpu.l2_bytes / (item_bytes * n * k))
 
 
 def make_workspace(
@@ -120,7 +137,7 @@ def make_workspace(
 
 
 def compile_all(
-    work: Iterable[tuple[SmallGemmConfig, int]], device: torch.device
+    work: Iterable[tuple[SmallGemmConfig, int]], device: torch.device, is_float8: bool = False
 ) -> set[SmallGemmConfig]:
     """Compile every (configuration, K) in threads; returns the configurations that cannot run."""
     todo = {}
@@ -137,10 +154,14 @@ def compile_all(
         config, k = item
         n = max(_LEAST_ROWS, config.block_n)
         x = torch.zeros(config.block_m, k, dtype=torch.bfloat16, device=device)
-        weight = torch.zeros(n, k, dtype=torch.bfloat16, device=device)
+        weight = torch.zeros(n, k, dtype=FLOAT8 if is_float8 else x.dtype, device=device)
         workspace = make_workspace([config], n, device)
         try:
-            small_gemm(x, weight, config=config, workspace=workspace)
+            if is_float8:
+                scale = torch.zeros(n, device=device)
+                float8_gemm(x, pack(weight), scale, config=config, workspace=workspace)
+            else:
+                small_gemm(x, weight, config=config, workspace=workspace)
         except (TritonError, RuntimeError) as error:
             logger.warning("%s cannot run: %s", describe_config(config), error)
             broken.add(config)
