@@ -192,11 +192,12 @@ def _gemv_kernel(
         for token in tl.static_range(BLOCK_M):
             # A token past the last repeats it; its sums go nowhere.
             at = x_ptr + tl.minimum(token, num_rows - 1) * x_stride
-            products = a * _run(at, columns, 0, k, is_word, EVEN_K).to(tl.float32)
-            products += b * _run(at, columns, 1, k, is_word, EVEN_K).to(tl.float32)
-            products += c * _run(at, columns, 2, k, is_word, EVEN_K).to(tl.float32)
-            products += d * _run(at, columns, 3, k, is_word, EVEN_K).to(tl.float32)
-            new_sums += (sums[token] + products,)  # type: ignore[assignment]
+            y = sums[token]  # type: ignore[var-annotated]
+            y += a * _run(at, columns, 0, k, is_word, EVEN_K).to(tl.float32)
+            y += b * _run(at, columns, 1, k, is_word, EVEN_K).to(tl.float32)
+            y += c * _run(at, columns, 2, k, is_word, EVEN_K).to(tl.float32)
+            y += d * _run(at, columns, 3, k, is_word, EVEN_K).to(tl.float32)
+            new_sums += (y,)  # type: ignore[assignment]
         sums = new_sums
     for token in tl.static_range(BLOCK_M):
         y = tl.sum(sums[token], axis=1) * scale
