@@ -110,7 +110,7 @@ def test_numbers_of_rows_in_one_band_share_a_configuration() -> None:
             for is_measured in (False, True):
                 config = choose(band, n, k, is_measured)
                 assert config.block_m >= band
-                assert config.kind in ("gemv", "mma")
+                assert config.kind == "gemv" or config.block_k == float8.RUN.value
 
 
 def test_what_cannot_run_is_refused_by_name(

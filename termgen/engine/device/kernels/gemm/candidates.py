@@ -53,7 +53,10 @@ _MMA_SHAPES = {  # block_n, block_k, num_warps, num_stages
 }
 _FLOAT8_WORD = 4
 """Columns in a word of `float8_gemm`."""
-_FLOAT8_MMA_SHAPES = [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3)]
+_FLOAT8_MMA_SHAPES = [  # block_n, block_k, num_warps, num_stages
+    *[(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3)],
+    (64, 64, 4, 2),  # for GPUs with less shared memory
+]
 _SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024}
 """Compute capability -> shared memory of a program, for a torch that does not say; 99 KiB else."""
 

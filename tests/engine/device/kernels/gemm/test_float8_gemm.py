@@ -15,9 +15,11 @@ from triton_device import (
 
 require_triton()
 
+from termgen.engine.device.kernels.gemm.candidates import Gpu, candidates_by_rows  # noqa: E402
 from termgen.engine.device.kernels.gemm.float8_gemm import (  # noqa: E402
     FLOAT8,
     GROUP,
+    RUN,
     float8_gemm,
     float8_gemm_reference,
     pack,
@@ -113,3 +115,22 @@ def test_a_row_does_not_see_the_others(device: str, config: SmallGemmConfig) -> 
         others = torch.full_like(whole, float("nan"))
         others[row] = whole[row]
         assert torch.equal(run(others)[row], expected[row])
+
+
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+@pytest.mark.parametrize(("n", "k"), [(4096, 1024), (28672, 4096), (576, 1536), (33, 100)])
+def test_candidates_can_run(shared_kib: int, n: int, k: int) -> None:
+    """Each has a tile that the kernels take, and that the shared memory of the GPU holds."""
+    gpu = Gpu("made up", (9, 0), 132, 50 << 20, shared_kib * 1024)
+    by_rows = candidates_by_rows(n, k, gpu, is_float8=True)
+    for rows, found in by_rows.items():
+        assert found, rows
+        assert len(set(found)) == len(found)
+        for config in found:
+            assert config.block_m >= rows
+            if config.kind == "gemv":
+                assert rows <= 4
+                continue
+            assert (config.kind, config.block_k) == ("mma", RUN.value)
+            tile = 4 * config.block_k * (config.block_n + 2 * config.block_m)
+            assert tile * config.num_stages <= gpu.shared_bytes
