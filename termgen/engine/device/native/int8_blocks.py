@@ -3,11 +3,13 @@
 A number is row_scale * (scale * q + low), q one of 0..255. `row_scale` is a power of two that keeps
 scale and low, 16-bit floats, in range whatever the row's magnitude. A matrix that comes from a GGUF
 file of 4-bit blocks of 32 (Q4_0, Q4_1) loses next to nothing: their 16 levels are among the 256,
-17 apart. Where all numbers of a matrix are such, they are kept in 4 bits, with the same results.
+17 apart. A tile whose numbers are all such keeps them in 4 bits, with the same results: a matrix
+may hold rows of several GGUF types, as q, k and v of a Q4_K_M file do. Neighbouring tiles of one
+width are a run.
 
 The layout is made for the kernel, which computes `TILE` outputs at once, one in each lane:
 
-    tiles   [num_tiles, num_blocks, bytes of a block] uint8: the scales of the tile's rows
+    tiles   [tiles of a run, num_blocks, bytes of a block] uint8: the scales of the tile's rows
             (float16), their lows (float16), then words of 32 bits that hold neighbouring columns of
             a row, 4 or 8, the first in the lowest bits: all rows' first words, then their second
 
@@ -19,7 +21,7 @@ the kernel is about as fast as memory can be read; from 8 rows on the multiplica
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -39,6 +41,8 @@ _COARSE = 17
 """Levels between those of 4 bits: 255 / 15."""
 _SMALLEST_SCALE = 2.0**-24
 """The smallest float16 above 0. A block of equal numbers has it too, and q is 0 in it."""
+_MOST_RUNS = 8
+"""A matrix with more is kept in 8 bits: each run is a call of the kernel."""
 
 
 _memory = threading.local()
@@ -91,36 +95,22 @@ def dequantize(quantized: Quantized) -> torch.Tensor:
     return blocks.flatten(1).mul_(row_scale[:, None])
 
 
-class Int8Blocks:
-    """A matrix [num_rows, num_columns] in tiles. num_rows need not be a multiple of TILE."""
+class _Run:
+    """Neighbouring tiles whose numbers have one width."""
 
-    def __init__(self, quantized: Quantized) -> None:
-        self.num_rows, self.num_columns = quantized.numbers.shape
-        if padding := -self.num_rows % TILE:
-            # Rows of zeros: the scale of a padded row is 0.
-            numbers, scale, low = (F.pad(part, (0, 0, 0, padding)) for part in quantized[:3])
-            row_scale = F.pad(quantized.row_scale, (0, padding))
-            quantized = Quantized(numbers, scale, low, row_scale)
-        self.row_scale = quantized.row_scale
-        self._width, self._num_blocks = len(self.row_scale), self.num_columns // BLOCK
-        self._scratch_width = self._num_blocks * (BLOCK + 1)
-        rows_together = max(TILE, _PART_NUMBERS // self.num_columns // TILE * TILE)
-        is_coarse = all(map(_is_coarse, torch.split(quantized.numbers, rows_together)))
-        self.num_bits = 4 if is_coarse else 8
-        self.tiles = self._tiled(quantized, rows_together)
-        self._kernels: Mapping[str, Callable[..., None]] = {}
-        if not why_unusable():
-            from termgen.engine.device.native import int8_kernels, jit
+    def __init__(self, first: int, num_bits: int, tiles: torch.Tensor) -> None:
+        """first: index of the first tile in the matrix. tiles: to be filled."""
+        self.first, self.end = first, first + len(tiles)
+        self.num_bits = num_bits
+        """8 or 4."""
+        self.tiles = tiles
+        self.kernels: Mapping[str, Callable[..., None]] = {}
 
-            layout = int8_kernels.Layout(BLOCK, TILE, self.num_bits, _COARSE)
-            self._kernels, self._threads = int8_kernels.int8_kernels(layout), jit.threads_for
-
-    def _tiled(self, quantized: Quantized, rows_together: int) -> torch.Tensor:
-        num_blocks, num_words = self.num_columns // BLOCK, BLOCK * self.num_bits // 32
-        tile_bytes = _HEADER + num_words * TILE * 4
-        tiles = torch.empty(len(self.row_scale) // TILE, num_blocks, tile_bytes, dtype=torch.uint8)
-        parts = (torch.split(part, rows_together) for part in quantized[:3])
-        places = torch.split(tiles, rows_together // TILE)
+    def fill(self, quantized: Quantized, rows_together: int) -> None:
+        num_blocks, num_words = self.tiles.shape[1], BLOCK * self.num_bits // 32
+        rows = slice(self.first * TILE, self.end * TILE)
+        parts = (torch.split(part[rows], rows_together) for part in quantized[:3])
+        places = torch.split(self.tiles, rows_together // TILE)
         for numbers, scale, low, place in zip(*parts, places, strict=True):
             if self.num_bits == 4:
                 numbers = (numbers[:, ::2] & 15) | (numbers[:, 1::2] & 240)
@@ -131,72 +121,23 @@ class Int8Blocks:
             halves = place.view(torch.float16)
             halves[:, :, :TILE].copy_(scale.view(-1, TILE, num_blocks).transpose(1, 2))
             halves[:, :, TILE : 2 * TILE].copy_(low.view(-1, TILE, num_blocks).transpose(1, 2))
-        return tiles
 
-    @property
-    def num_tiles(self) -> int:
-        return len(self.tiles)
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, num_columns] float32 -> x @ matrix.T, [M, num_rows] float32. By the kernel: for
-        machines that have it."""
-        x = x.contiguous()
-        count, width, tiles = x.shape[0], self._width, self.tiles
-        y = torch.empty(count, width)
-        self._kernels["int8_product"](
-            tiles.data_ptr(),
-            self.row_scale.data_ptr(),
-            x.data_ptr(),
-            y.data_ptr(),
-            _scratch(count * self._scratch_width).data_ptr(),
-            count,
-            self._num_blocks,
-            width // TILE,
-            self._threads(tiles.nbytes * count),
+    def columns(self, first_tile: int, end_tile: int) -> torch.Tensor:
+        """[num_columns, rows] float32, without the scales of rows."""
+        numbers, scale, low = self._read(
+            self.tiles[first_tile - self.first : end_tile - self.first]
         )
-        return y if width == self.num_rows else y[:, : self.num_rows].contiguous()
-
-    def columns_of(
-        self, first_tile: int, end_tile: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The rows of some tiles, transposed: [num_columns, rows] float32. Those past num_rows are
-        zeros. end_tile may be past the last. out: memory to use, any shape, if it is large enough:
-        new memory takes longer to fill than the numbers take to compute."""
-        num_tiles = min(end_tile, self.num_tiles) - first_tile
-        if not self._kernels:
-            return self._columns_by_torch(first_tile, end_tile)
-        # A column's place in the cache goes by its address: a power of two between them is slow.
-        stride = num_tiles * TILE + _STRIDE_PADDING
-        if out is None or out.numel() < self.num_columns * stride:
-            out = torch.empty(self.num_columns * stride)
-        columns = out.view(-1)[: self.num_columns * stride].view(self.num_columns, stride)
-        self._kernels["int8_columns"](
-            self.tiles[first_tile].data_ptr(),
-            self.row_scale[first_tile * TILE].data_ptr(),
-            columns.data_ptr(),
-            stride * columns.itemsize,
-            self.num_columns // BLOCK,
-            num_tiles,
-            self._threads(columns.nbytes),
-        )
-        return columns[:, : num_tiles * TILE]
-
-    def _columns_by_torch(self, first_tile: int, end_tile: int) -> torch.Tensor:
-        tiles = self.tiles[first_tile:end_tile]
-        numbers, scale, low = self._read(tiles)
         columns = numbers.mul_(scale[:, :, None]).add_(low[:, :, None])  # [tiles, blocks, 32, TILE]
-        columns = columns.flatten(1, 2).transpose(0, 1).flatten(1)
-        return columns.mul_(self.row_scale[first_tile * TILE : end_tile * TILE])
+        return columns.flatten(1, 2).transpose(0, 1).flatten(1)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Some rows of the matrix: ids [T] -> [T, num_columns] float32."""
-        tile, lane = ids.long() // TILE, ids.long() % TILE
+        """[T, num_columns] float32, without the scales of rows."""
+        tile, lane = ids // TILE - self.first, ids % TILE
         # Views, so that only the chosen rows of the tiles are read.
         halves = _split(self.tiles[:, :, :_HEADER], 2, TILE, 2)[tile, :, :, lane]
         words = _split(self.tiles[:, :, _HEADER:], -1, TILE, 4)[tile, :, :, lane]
         scale, low = halves.view(torch.float16).float().unbind(2)  # [T, blocks, 1] each
-        blocks = self._numbers(words).mul_(scale).add_(low)
-        return blocks.flatten(1).mul_(self.row_scale[ids.long()][:, None])
+        return self._numbers(words).mul_(scale).add_(low).flatten(1)
 
     def _read(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Numbers [tiles, blocks, BLOCK, TILE], scales and lows [tiles, blocks, TILE], float32."""
@@ -212,6 +153,116 @@ class Int8Blocks:
         return words.flatten(-2).float()
 
 
+class Int8Blocks:
+    """A matrix [num_rows, num_columns] in tiles. num_rows need not be a multiple of TILE."""
+
+    def __init__(self, quantized: Quantized) -> None:
+        self.num_rows, self.num_columns = quantized.numbers.shape
+        if padding := -self.num_rows % TILE:
+            # Rows of zeros: the scale of a padded row is 0.
+            numbers, scale, low = (F.pad(part, (0, 0, 0, padding)) for part in quantized[:3])
+            row_scale = F.pad(quantized.row_scale, (0, padding))
+            quantized = Quantized(numbers, scale, low, row_scale)
+        self.row_scale = quantized.row_scale
+        self._width, self._num_blocks = len(self.row_scale), self.num_columns // BLOCK
+        self._scratch_width = self._num_blocks * (BLOCK + 1)
+        rows_together = max(TILE, _PART_NUMBERS // self.num_columns // TILE * TILE)
+        widths = _widths(quantized.numbers, rows_together)
+        sizes = [self._num_blocks * (_HEADER + BLOCK * TILE * bits // 8) for bits, _ in widths]
+        bytes_of = [size * count for size, (_, count) in zip(sizes, widths, strict=True)]
+        self.tiles = torch.empty(sum(bytes_of), dtype=torch.uint8)
+        """The tiles of all runs."""
+        self.runs: list[_Run] = []
+        first = 0
+        for (bits, count), part in zip(widths, torch.split(self.tiles, bytes_of), strict=True):
+            run = _Run(first, bits, part.view(count, self._num_blocks, -1))
+            run.fill(quantized, rows_together)
+            self.runs.append(run)
+            first += count
+        self._has_kernels = not why_unusable()
+        if self._has_kernels:
+            from termgen.engine.device.native import int8_kernels, jit
+
+            self._threads = jit.threads_for
+            for run in self.runs:
+                layout = int8_kernels.Layout(BLOCK, TILE, run.num_bits, _COARSE)
+                run.kernels = int8_kernels.int8_kernels(layout)
+
+    @property
+    def num_tiles(self) -> int:
+        return self._width // TILE
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, num_columns] float32 -> x @ matrix.T, [M, num_rows] float32. By the kernel: for
+        machines that have it."""
+        x = x.contiguous()
+        count, width = x.shape[0], self._width
+        y = torch.empty(count, width)
+        scratch = _scratch(count * self._scratch_width).data_ptr()
+        for run in self.runs:
+            place = run.first * TILE * y.itemsize
+            run.kernels["int8_product"](
+                run.tiles.data_ptr(),
+                self.row_scale.data_ptr() + place,
+                x.data_ptr(),
+                y.data_ptr() + place,
+                scratch,
+                count,
+                self._num_blocks,
+                width * y.itemsize,
+                run.end - run.first,
+                self._threads(run.tiles.nbytes * count),
+            )
+        return y if width == self.num_rows else y[:, : self.num_rows].contiguous()
+
+    def columns_of(
+        self, first_tile: int, end_tile: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The rows of some tiles, transposed: [num_columns, rows] float32. Those past num_rows are
+        zeros. end_tile may be past the last. out: memory to use, any shape, if it is large enough:
+        new memory takes longer to fill than the numbers take to compute."""
+        end_tile = min(end_tile, self.num_tiles)
+        num_tiles = end_tile - first_tile
+        if not self._has_kernels:
+            parts = [run.columns(*ends) for run, ends in self._within(first_tile, end_tile)]
+            return torch.cat(parts, 1).mul_(self.row_scale[first_tile * TILE : end_tile * TILE])
+        # A column's place in the cache goes by its address: a power of two between them is slow.
+        stride = num_tiles * TILE + _STRIDE_PADDING
+        if out is None or out.numel() < self.num_columns * stride:
+            out = torch.empty(self.num_columns * stride)
+        columns = out.view(-1)[: self.num_columns * stride].view(self.num_columns, stride)
+        for run, (first, end) in self._within(first_tile, end_tile):
+            run.kernels["int8_columns"](
+                run.tiles[first - run.first].data_ptr(),
+                self.row_scale[first * TILE].data_ptr(),
+                columns[0, (first - first_tile) * TILE].data_ptr(),
+                stride * columns.itemsize,
+                self._num_blocks,
+                end - first,
+                self._threads(columns.nbytes),
+            )
+        return columns[:, : num_tiles * TILE]
+
+    def _within(self, first_tile: int, end_tile: int) -> Iterator[tuple[_Run, tuple[int, int]]]:
+        """The runs between two tiles, and the first and the last of their tiles between them."""
+        for run in self.runs:
+            first, end = max(run.first, first_tile), min(run.end, end_tile)
+            if first < end:
+                yield run, (first, end)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Some rows of the matrix: ids [T] -> [T, num_columns] float32."""
+        ids = ids.long()
+        if len(self.runs) == 1:
+            found = self.runs[0].rows(ids)
+        else:
+            found = torch.empty(len(ids), self.num_columns)
+            for run in self.runs:
+                at = ((ids >= run.first * TILE) & (ids < run.end * TILE)).nonzero()[:, 0]
+                found[at] = run.rows(ids[at])
+        return found.mul_(self.row_scale[ids][:, None])
+
+
 def _scratch(size: int) -> torch.Tensor:
     """This thread's memory for what products compute from x first, at least `size` floats: making
     new memory takes as long as a tenth of a small product."""
@@ -221,9 +272,18 @@ def _scratch(size: int) -> torch.Tensor:
     return kept
 
 
-def _is_coarse(numbers: torch.Tensor) -> bool:
-    """True if all numbers are multiples of 17: these have two equal halves."""
-    return torch.equal(numbers & 15, numbers >> 4)
+def _widths(numbers: torch.Tensor, rows_together: int) -> list[tuple[int, int]]:
+    """Bits and number of tiles of each run. numbers: [rows, columns], rows a multiple of TILE."""
+    parts = torch.split(numbers, rows_together)
+    # Multiples of 17, and only these, have two equal halves.
+    are_coarse = [((part & 15) == (part >> 4)).view(len(part) // TILE, -1).all(1) for part in parts]
+    is_coarse, counts = torch.unique_consecutive(torch.cat(are_coarse), return_counts=True)
+    if len(counts) > _MOST_RUNS:
+        return [(8, len(numbers) // TILE)]
+    return [
+        (4 if flag else 8, count)
+        for flag, count in zip(is_coarse.tolist(), counts.tolist(), strict=True)
+    ]
 
 
 def _split(bytes_: torch.Tensor, *sizes: int) -> torch.Tensor:

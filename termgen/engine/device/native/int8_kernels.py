@@ -108,9 +108,10 @@ class Layout:
 
 @functools.cache
 def int8_kernels(layout: Layout) -> dict[str, Kernel]:
-    """int8_product(tiles, row_scale, x, y, scratch, num_rows, num_blocks, num_tiles, threads):
-    writes y [num_rows, num_tiles * tile], for contiguous x [num_rows, num_blocks * block], both
-    float32. scratch: room for num_rows * num_blocks * (block + 1) floats.
+    """int8_product(tiles, row_scale, x, y, scratch, num_rows, num_blocks, y_stride, num_tiles,
+    threads): writes y [num_rows, num_tiles * tile] whose rows lie `y_stride` bytes apart, for
+    contiguous x [num_rows, num_blocks * block], both float32. scratch: room for
+    num_rows * num_blocks * (block + 1) floats.
 
     int8_columns(tiles, row_scale, columns, stride, num_blocks, num_tiles, threads): writes the
     numbers, columns [num_blocks * block, any] float32 whose rows lie `stride` bytes apart.
@@ -122,7 +123,9 @@ def int8_kernels(layout: Layout) -> dict[str, Kernel]:
     return compile_kernels(
         {
             "int8_product": Definition(
-                (*[POINTER] * 5, INT64, INT64), product, functools.partial(_prepare_x, layout)
+                (*[POINTER] * 5, INT64, INT64, INT64),
+                product,
+                functools.partial(_prepare_x, layout),
             ),
             "int8_columns": Definition(
                 (POINTER, POINTER, POINTER, INT64, INT64), functools.partial(_emit_columns, layout)
@@ -134,7 +137,7 @@ def int8_kernels(layout: Layout) -> dict[str, Kernel]:
 
 def _prepare_x(layout: Layout, e: Emitter, arguments: Sequence[Value]) -> None:
     """To scratch: x with the factors of the places, and behind it the sum of each block."""
-    _, _, x, _, scratch, num_rows, num_blocks = arguments
+    _, _, x, _, scratch, num_rows, num_blocks, _ = arguments
     factors = [layout.factor(lane % len(layout.places)) for lane in range(LANES)]
     sums = e.move(scratch, e.times(num_rows, num_blocks, layout.block * FLOAT_BYTES))
     with e.loop(0, e.times(num_rows, num_blocks)) as index:
@@ -155,11 +158,10 @@ def _emit_product(
     first: Value,
     end: Value,
 ) -> None:
-    tiles, row_scale, _, y, x, num_rows, num_blocks = arguments
+    tiles, row_scale, _, y, x, num_rows, num_blocks, y_stride = arguments
     x_stride = e.times(num_blocks, layout.block * FLOAT_BYTES)
     sums = e.move(x, e.times(num_rows, x_stride))
     sums_stride = e.times(num_blocks, FLOAT_BYTES)
-    y_stride = e.times(e.num_items, layout.tile * FLOAT_BYTES)
     with e.loop(first, end) as tile:
         weights = e.move(tiles, e.times(tile, num_blocks, layout.block_bytes))
         outputs = e.move(y, e.times(tile, layout.tile * FLOAT_BYTES))

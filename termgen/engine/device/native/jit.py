@@ -70,9 +70,6 @@ class Definition:
 class Emitter(ir.IRBuilder):  # type: ignore[misc]
     """Appends instructions to a function. Offsets are bytes, and may be Python integers."""
 
-    num_items: Value
-    """Items of the whole kernel, over all threads."""
-
     def number(self, value: int | Value) -> Value:
         return ir.Constant(INT64, value) if isinstance(value, int) else value
 
@@ -338,7 +335,6 @@ def _add_kernel(module: Any, name: str, definition: Definition, team: _OpenMP | 
         )
         first = e.udiv(e.mul(num_items, thread), num_threads)
         end = e.udiv(e.mul(num_items, e.plus(thread, 1)), num_threads)
-    e.num_items = num_items
     definition.emit(e, arguments, first, end)
     e.ret_void()
 

@@ -39,7 +39,7 @@ def test_layers_keep_the_numbers_of_the_file(
     path = write_model(folder, tmp_path / "m.gguf", arch="llama", quant=quant)
     expected = PagedModel(load(path)).step([Row(0, 0, TOKENS)])[0]
     kept = load(path, quantization="int8")
-    assert {layer._blocks.num_bits for layer in int8_layers(kept) if layer._blocks} == {bits}
+    assert {r.num_bits for x in int8_layers(kept) if x._blocks for r in x._blocks.runs} == {bits}
     error = (PagedModel(kept).step([Row(0, 0, TOKENS)])[0] - expected).std() / expected.std()
     monkeypatch.setattr(Int8Linear, "kinds", frozenset())
     rounded = load(path, quantization="int8")

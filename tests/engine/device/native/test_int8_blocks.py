@@ -3,8 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from termgen.engine.device.native import int8_blocks
 from termgen.engine.device.native.int8_blocks import (
+    _MOST_RUNS,
     BLOCK,
+    TILE,
     Int8Blocks,
     Quantized,
     dequantize,
@@ -25,6 +28,14 @@ def quantized_matrix(rows: int, columns: int, num_bits: int) -> Quantized:
     if num_bits == 4:
         return quantized._replace(numbers=quantized.numbers // 17 * 17)
     return quantized
+
+
+def mixed_matrix(tile_bits: list[int], columns: int = 96) -> Quantized:
+    """Rows of these widths, a tile each; six rows are missing in the last."""
+    whole = quantized_matrix(len(tile_bits) * TILE, columns, 8)
+    bits = torch.tensor(tile_bits).repeat_interleave(TILE)[:, None]
+    numbers = torch.where(bits == 4, whole.numbers // 17 * 17, whole.numbers)
+    return Quantized(*(part[:-6].contiguous() for part in whole._replace(numbers=numbers)))
 
 
 def test_each_number_is_within_half_a_step_of_its_block() -> None:
@@ -55,7 +66,7 @@ def test_numbers_of_sixteen_levels_are_kept_in_four_bits_without_loss() -> None:
     low = -(torch.rand(64, 6, 1, generator=generator) * 0.1).half().float()
     matrix = (levels * scale + low).flatten(1)
     quantized = quantize_rows(matrix)
-    assert Int8Blocks(quantized).num_bits == 4
+    assert [run.num_bits for run in Int8Blocks(quantized).runs] == [4]
     assert torch.equal(quantized.numbers.view_as(levels), (levels * 17).to(torch.uint8))
     error = (dequantize(quantized) - matrix).abs().view(64, 6, BLOCK).amax(2)
     assert (error <= scale[..., 0] * 0.02 + 1e-4 * low[..., 0].abs()).all()
@@ -66,7 +77,7 @@ def test_numbers_of_sixteen_levels_are_kept_in_four_bits_without_loss() -> None:
 def test_products(rows: int, columns: int, num_bits: int) -> None:
     quantized = quantized_matrix(rows, columns, num_bits)
     blocks, matrix = Int8Blocks(quantized), dequantize(quantized).double()
-    assert blocks.num_bits == num_bits or rows == 1
+    assert {run.num_bits for run in blocks.runs} == {num_bits} or rows == 1
     for num_rows in NUM_ROWS:
         x = random_matrix(num_rows, columns, seed=num_rows)
         y = blocks.product(x)
@@ -110,3 +121,56 @@ def test_numbers_are_read_back_without_kernels(
     quantized = quantized_matrix(70, 96, num_bits)
     columns = Int8Blocks(quantized).columns_of(1, 3)
     torch.testing.assert_close(columns[:, :38].T, dequantize(quantized)[32:], rtol=1e-6, atol=0.0)
+
+
+MIXED = [[4, 8], [8, 4], [4, 4, 8, 8, 4], [8, 4, 8]]
+
+
+@pytest.mark.parametrize("tile_bits", MIXED)
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_tiles_of_a_matrix_have_widths_of_their_own(
+    tile_bits: list[int], has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(int8_blocks, "why_unusable", lambda: "not installed")
+    quantized = mixed_matrix(tile_bits)
+    blocks, matrix = Int8Blocks(quantized), dequantize(quantized)
+    assert [b for r in blocks.runs for b in [r.num_bits] * (r.end - r.first)] == tile_bits
+    assert blocks.tiles.nbytes == sum(3 * (TILE * 4 + 4 * TILE * bits) for bits in tile_bits)
+    close = {"rtol": 1e-6, "atol": 0.0}
+    for first, end in ((0, 100), (1, 2), (1, 9), (0, 2)):
+        rows = matrix[first * TILE : end * TILE]
+        columns = blocks.columns_of(first, end)
+        torch.testing.assert_close(columns[:, : len(rows)].T, rows, **close)
+        assert not columns[:, len(rows) :].any()
+    ids = torch.tensor([len(matrix) - 1, 0, TILE, TILE - 1, 40, 0])
+    torch.testing.assert_close(blocks.rows(ids), matrix[ids], **close)
+    assert blocks.rows(ids[:0]).shape == (0, 96)
+    for num_rows in NUM_ROWS if has_kernels else ():
+        x = random_matrix(num_rows, 96, seed=num_rows)
+        y, exact = blocks.product(x), x.double() @ matrix.double().T
+        magnitude = x.double().abs() @ matrix.double().abs().T
+        assert ((y - exact).abs() <= 2e-6 * magnitude).all()
+
+
+def test_a_run_computes_what_it_computes_alone() -> None:
+    """Bit for bit: whatever the width of the tiles beside it."""
+    quantized = mixed_matrix([4, 8, 8, 4])
+    x = random_matrix(9, 96, seed=2)
+    together = Int8Blocks(quantized).product(x)
+    for first, end in ((0, 1), (1, 3), (3, 4)):
+        rows = slice(first * TILE, end * TILE)
+        alone = Int8Blocks(Quantized(*(part[rows] for part in quantized)))
+        assert len(alone.runs) == 1
+        assert torch.equal(alone.product(x), together[:, rows])
+
+
+def test_widths_that_change_too_often_are_all_eight_bits() -> None:
+    """A run is a call of the kernel."""
+    quantized = mixed_matrix([4, 8] * (_MOST_RUNS // 2))
+    assert len(Int8Blocks(quantized).runs) == _MOST_RUNS
+    quantized = mixed_matrix([4, 8] * (_MOST_RUNS // 2) + [4])
+    blocks, matrix = Int8Blocks(quantized), dequantize(quantized)
+    assert [run.num_bits for run in blocks.runs] == [8]
+    x = random_matrix(2, 96)
+    torch.testing.assert_close(blocks.product(x), x @ matrix.T, rtol=1e-4, atol=1e-3)

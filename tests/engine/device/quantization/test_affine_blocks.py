@@ -67,7 +67,8 @@ def test_a_layer_multiplies_by_what_the_file_has(kind: str) -> None:
     layer.load_stored(first, 0)
     layer.load_stored(second, 40)
     layer.finalize()
-    assert layer._blocks is not None and layer._blocks.num_bits == (4 if kind in FOUR_BITS else 8)
+    assert layer._blocks is not None
+    assert [run.num_bits for run in layer._blocks.runs] == [4 if kind in FOUR_BITS else 8]
     weight = torch.cat((some, others))
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
     ids = torch.tensor([63, 0, 40])
@@ -76,6 +77,25 @@ def test_a_layer_multiplies_by_what_the_file_has(kind: str) -> None:
     ).all()
     kept = layer.embed(torch.arange(64))
     torch.testing.assert_close(layer.multiply(x, None), x @ kept.T, rtol=1e-4, atol=1e-2)
+
+
+def test_a_layer_of_two_types_keeps_four_bits_where_it_can() -> None:
+    """A Q4_K_M file has such layers: q and k in 4 bits, v in 6."""
+    layer = Int8Linear(LinearSpec(256, 128, torch.float32, CPU, is_looked_up=True))
+    weights = []
+    for kind, first_row, num_rows in (("Q4_K", 0, 64), ("Q5_K", 96, 32), ("Q4_0", 64, 32)):
+        rows, numbers = stored(kind, num_rows, 256, seed=num_rows)
+        layer.load_stored(rows, first_row)
+        weights.append((first_row, numbers))
+    layer.finalize()
+    assert layer._blocks is not None
+    assert [(r.first, r.end, r.num_bits) for r in layer._blocks.runs] == [(0, 3, 4), (3, 4, 8)]
+    weight = torch.cat([numbers for _, numbers in sorted(weights, key=lambda one: one[0])])
+    kept = layer.embed(torch.arange(128))
+    assert ((kept - weight).abs() <= 2e-3 * weight.abs().amax(1)[:, None]).all()
+    for num_rows in (1, 5, 60):
+        x = torch.randn(num_rows, 256, generator=torch.Generator().manual_seed(num_rows))
+        torch.testing.assert_close(layer.multiply(x, None), x @ kept.T, rtol=1e-4, atol=1e-2)
 
 
 def test_a_block_without_a_number_for_a_scale_shows() -> None:

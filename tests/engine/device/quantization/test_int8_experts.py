@@ -113,7 +113,7 @@ def test_blocks_of_a_file_are_kept(
         assert isinstance(matrices, MatrixList) and len(matrices) == len(expected)
         for method, values in zip(matrices._methods, expected, strict=True):
             assert isinstance(method, Int8Linear) and method._blocks is not None
-            assert method._blocks.num_bits == bits
+            assert [run.num_bits for run in method._blocks.runs] == [bits]
             # Scales are rounded to 16 bits, numbers are not.
             largest = values.abs().max().item()
             torch.testing.assert_close(matrix_of(method), values, rtol=1e-3, atol=2e-3 * largest)
