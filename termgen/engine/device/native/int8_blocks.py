@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -167,9 +168,11 @@ class Int8Blocks:
         self._width, self._num_blocks = len(self.row_scale), self.num_columns // BLOCK
         self._scratch_width = self._num_blocks * (BLOCK + 1)
         rows_together = max(TILE, _PART_NUMBERS // self.num_columns // TILE * TILE)
-        widths = _widths(quantized.numbers, rows_together)
-        sizes = [self._num_blocks * (_HEADER + BLOCK * TILE * bits // 8) for bits, _ in widths]
-        bytes_of = [size * count for size, (_, count) in zip(sizes, widths, strict=True)]
+        widths = _widths(quantized.numbers)
+        bytes_of = [
+            count * self._num_blocks * (_HEADER + BLOCK * TILE * bits // 8)
+            for bits, count in widths
+        ]
         self.tiles = torch.empty(sum(bytes_of), dtype=torch.uint8)
         """The tiles of all runs."""
         self.runs: list[_Run] = []
@@ -272,18 +275,17 @@ def _scratch(size: int) -> torch.Tensor:
     return kept
 
 
-def _widths(numbers: torch.Tensor, rows_together: int) -> list[tuple[int, int]]:
+def _widths(numbers: torch.Tensor) -> list[tuple[int, int]]:
     """Bits and number of tiles of each run. numbers: [rows, columns], rows a multiple of TILE."""
-    parts = torch.split(numbers, rows_together)
-    # Multiples of 17, and only these, have two equal halves.
-    are_coarse = [((part & 15) == (part >> 4)).view(len(part) // TILE, -1).all(1) for part in parts]
-    is_coarse, counts = torch.unique_consecutive(torch.cat(are_coarse), return_counts=True)
-    if len(counts) > _MOST_RUNS:
-        return [(8, len(numbers) // TILE)]
-    return [
-        (4 if flag else 8, count)
-        for flag, count in zip(is_coarse.tolist(), counts.tolist(), strict=True)
-    ]
+    are_coarse = [_is_coarse(tile) for tile in torch.split(numbers, TILE)]
+    runs = [(4 if flag else 8, len(list(tiles))) for flag, tiles in groupby(are_coarse)]
+    return runs if len(runs) <= _MOST_RUNS else [(8, len(are_coarse))]
+
+
+def _is_coarse(tile: torch.Tensor) -> bool:
+    """True if all numbers are multiples of 17: these have two equal halves. In others the first row
+    nearly always shows it, and the rest is not read."""
+    return all(torch.equal(rows & 15, rows >> 4) for rows in (tile[:1], tile))
 
 
 def _split(bytes_: torch.Tensor, *sizes: int) -> torch.Tensor:

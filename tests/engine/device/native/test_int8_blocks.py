@@ -174,3 +174,14 @@ def test_widths_that_change_too_often_are_all_eight_bits() -> None:
     assert [run.num_bits for run in blocks.runs] == [8]
     x = random_matrix(2, 96)
     torch.testing.assert_close(blocks.product(x), x @ matrix.T, rtol=1e-4, atol=1e-3)
+
+
+def test_one_row_decides_over_its_tile() -> None:
+    """Wherever it lies: the first row of a tile is looked at before the others."""
+    for row in (0, 1, TILE - 1):
+        quantized = mixed_matrix([4, 4])
+        quantized.numbers[TILE + min(row, TILE - 7), 95] = 1
+        blocks = Int8Blocks(quantized)
+        assert [run.num_bits for run in blocks.runs] == [4, 8]
+        ids = torch.arange(blocks.num_rows)
+        torch.testing.assert_close(blocks.rows(ids), dequantize(quantized), rtol=1e-6, atol=0.0)
