@@ -62,10 +62,14 @@ def write_model(
     *,
     arch: str,
     quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    quants: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     extra: Callable[[gguf.GGUFWriter], None] | None = None,
     leave_out: frozenset[str] = frozenset(),
 ) -> Path:
-    """Convert a folder with config.json and one model.safetensors to GGUF."""
+    """Convert a folder with config.json and one model.safetensors to GGUF.
+
+    quants: types of the matrices with a part of the name, such as v_proj, that differ from `quant`.
+    """
     config = text_config(folder)
     writer = start(path, arch, config)
     if arch in ("qwen3", MUSE, *GEMMAS):
@@ -75,7 +79,8 @@ def write_model(
         extra(writer)
     for name, weights in text_weights(folder).items():
         if gguf_name(name, arch) not in leave_out:
-            _add_tensor(writer, name, weights, arch, quant, config)
+            types = [each for part, each in (quants or {}).items() if part in name]
+            _add_tensor(writer, name, weights, arch, types[0] if types else quant, config)
     finish(writer)
     return path
 

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from gguf_samples import write_model
+from gguf_samples import text_config, write_model
 from paged_model import PagedModel, Row, build, load
 
 from termgen.engine.device.loader import open_checkpoint
@@ -45,6 +45,22 @@ def test_layers_keep_the_numbers_of_the_file(
     rounded = load(path, quantization="int8")
     again = (PagedModel(rounded).step([Row(0, 0, TOKENS)])[0] - expected).std() / expected.std()
     assert error < 3e-3 and (quant is Q.Q4_1 or 3 * error < again)
+
+
+def test_a_file_of_two_types_keeps_four_bits_where_it_has_no_more(
+    folder: Path, tmp_path: Path
+) -> None:
+    """q, k and v are one matrix here, and v has more bits than the others in many files."""
+    path = write_model(
+        folder, tmp_path / "m.gguf", arch="llama", quant=Q.Q4_1, quants={"v_proj": Q.Q8_0}
+    )
+    expected = PagedModel(load(path)).step([Row(0, 0, TOKENS)])[0]
+    kept = load(path, quantization="int8")
+    runs = [[run.num_bits for run in x._blocks.runs] for x in int8_layers(kept) if x._blocks]
+    assert runs.count([4, 8]) == text_config(folder)["num_hidden_layers"]
+    assert all(bits in ([4], [4, 8]) for bits in runs)
+    error = (PagedModel(kept).step([Row(0, 0, TOKENS)])[0] - expected).std() / expected.std()
+    assert error < 3e-3
 
 
 def test_no_number_of_such_a_matrix_is_made(
