@@ -158,9 +158,9 @@ class EngineConfig:
     )
     quantization: str = setting(
         "auto",
-        "how weights are stored. int8: in 8 bits, on a CPU; fp8: layers in 8-bit floats, on a "
-        "GPU of compute capability 8.9 or more; none: in the dtype; auto: int8 on a "
-        "CPU, if no dtype is given and the model is large enough to gain by it",
+        "how weights are stored. int8: in 8 bits, or the 4 of a GGUF file; fp8: layers in "
+        "8-bit floats, on a GPU of compute capability 8.9 or more; none: in the dtype; auto: "
+        "int8 on a CPU, if no dtype is given and the model is large enough to gain by it",
         choices=QUANTIZATIONS,
     )
     threads: int | None = setting(
@@ -311,10 +311,6 @@ class EngineConfig:
             raise ConfigError(
                 "kv_cache_gib and num_gpu_blocks_override both size the KV cache; give one",
                 param="num_gpu_blocks_override",
-            )
-        if self.quantization == "int8" and self.device == "cuda":
-            raise ConfigError(
-                "quantization int8 runs on the CPU only; use device cpu", param="quantization"
             )
         if self.quantization == "fp8" and self.device == "cpu":
             raise ConfigError(

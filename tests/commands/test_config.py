@@ -51,7 +51,6 @@ def layers(
         ({"enforce_eager": 1}, "enforce_eager must be true or false, not 1"),
         ({"seed": None}, "seed must be an integer, not None"),
         ({"seed": 2**63}, "seed must be between"),
-        ({"quantization": "int8", "device": "cuda"}, "runs on the CPU only"),
         ({"tokenizer": "x", "skip_tokenizer_init": True}, "exclude each other"),
         (
             {"max_num_batched_tokens": 4, "max_num_seqs": 8},

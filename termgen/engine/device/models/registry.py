@@ -57,6 +57,8 @@ LINEAR_METHODS = {
     "fp8": "termgen.engine.device.quantization.float8:Float8Linears",
 }
 
+_INT8_ON_A_GPU = "termgen.engine.device.quantization.int8_groups:GroupLinears"
+
 
 def build_model(
     config: ModelConfig,
@@ -82,10 +84,15 @@ def build_model(
         )
     if device.type == "cpu":
         check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
-    from termgen.engine.device.layers.linear import Build  # torch: seconds
+    import torch  # seconds
 
-    if quantization == "fp8":
-        check_float8(config, device)
+    from termgen.engine.device.layers.linear import Build
+
+    if quantization == "int8" and device.type == "cuda":
+        check_quantization("int8", config, device)
+        build = Build(dtype, device, resolve_name(_INT8_ON_A_GPU)(), ops)
+    elif quantization == "fp8":
+        check_quantization("fp8", config, device, torch.float8_e4m3fn)
         floats = _linear_method(None, device, tuned)
         build = Build(dtype, device, _linear_method("fp8", device)(), ops, table_method=floats)
     else:
@@ -110,15 +117,16 @@ def _linear_method(
     return resolve_name(LINEAR_METHODS[quantization])
 
 
-def check_float8(config: ModelConfig, device: torch.device) -> None:
-    """Raises ConfigError where weights of 8-bit floats cannot be multiplied."""
-    import torch  # seconds
-
-    if problem := why_unusable(device, dtype=torch.float8_e4m3fn):
-        raise ConfigError(f"quantization fp8: {problem}", param="quantization")
+def check_quantization(
+    name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Raises ConfigError where the kernels of a GPU cannot multiply such weights. dtype: a type
+    that the GPU must have."""
+    if problem := why_unusable(device, dtype=dtype):
+        raise ConfigError(f"quantization {name}: {problem}", param="quantization")
     if config.moe is not None:
         raise ConfigError(
-            "quantization fp8 covers no mixtures of experts yet; leave it out",
+            f"quantization {name} covers no mixtures of experts on a GPU yet; leave it out",
             param="quantization",
         )
 

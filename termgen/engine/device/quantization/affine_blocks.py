@@ -100,13 +100,13 @@ def _q4_k(blocks: torch.Tensor) -> Affine:
 
 def _q5_k(blocks: torch.Tensor) -> Affine:
     scale, low = _k_factors(blocks)
-    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(1, 8, 1)
     fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
     return Affine((_k_numbers(blocks[:, 48:]) | fifth).view(-1, BLOCK), scale, low)
 
 
 def _looked_up(table: torch.Tensor, nibbles: torch.Tensor) -> torch.Tensor:
-    return table.index_select(0, nibbles.flatten().int()).view(nibbles.shape)
+    return table.to(nibbles.device).index_select(0, nibbles.flatten().int()).view(nibbles.shape)
 
 
 def _iq4_nl(blocks: torch.Tensor) -> Affine:
@@ -118,7 +118,7 @@ def _iq4_nl(blocks: torch.Tensor) -> Affine:
 def _iq4_xs(blocks: torch.Tensor) -> Affine:
     packed = blocks[:, 8:].reshape(-1, 8, 16)
     numbers = _looked_up(_nonlinear(), torch.cat((packed & 15, packed >> 4), 2).view(-1, BLOCK))
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 4)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(1, 1, 4)
     upper = ((blocks[:, 2:4].unsqueeze(-1) >> shifts) & 3).view(-1, 8)
     lower = blocks[:, 4:8].unsqueeze(-1)
     lower = torch.cat((lower & 15, lower >> 4), 2).view(-1, 8)
@@ -135,7 +135,7 @@ def _mxfp4(blocks: torch.Tensor) -> Affine:
     numbers = _looked_up(torch.tensor(steps, dtype=torch.uint8), _nibbles(blocks[:, 1:]))
     powers = torch.tensor([2.0 ** (scale - ZERO_POWER) for scale in range(256)])
     powers[255] = float("nan")  # stands for no number
-    scale = powers.index_select(0, blocks[:, 0].int()) * _MXFP4_STEP
+    scale = powers.to(blocks.device).index_select(0, blocks[:, 0].int()) * _MXFP4_STEP
     return Affine(numbers, scale, scale * -float(_MXFP4_LOWEST))
 
 

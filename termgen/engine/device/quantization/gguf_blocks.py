@@ -96,7 +96,7 @@ def _q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 def fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     """32 bits, lowest first, each worth 16: uint8 [n, 4] -> uint8 [n, 32]."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed.unsqueeze(-1) >> shifts) & 1
     return bits.reshape(len(packed), 32) << 4
 

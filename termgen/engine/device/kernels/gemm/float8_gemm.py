@@ -208,7 +208,7 @@ def _gemv_kernel(
 
 
 @triton.jit
-def _sum_of_parts(acc, partial_ptr, arrivals_ptr, tile, split, SPLITS: tl.constexpr):
+def sum_of_parts(acc, partial_ptr, arrivals_ptr, tile, split, SPLITS: tl.constexpr):
     """(the sum over all splits, in a fixed order, and whether this program is the last to come)"""
     BLOCK_N: tl.constexpr = acc.shape[0]
     BLOCK_M: tl.constexpr = acc.shape[1]
@@ -293,7 +293,7 @@ def _mma_kernel(
         acc = tl.dot(d, tl.trans(x3), acc, input_precision=PRECISION)
     is_last = True
     if SPLITS > 1:
-        acc, is_last = _sum_of_parts(acc, partial_ptr, arrivals_ptr, tile, split, SPLITS)
+        acc, is_last = sum_of_parts(acc, partial_ptr, arrivals_ptr, tile, split, SPLITS)
     if is_last:
         acc *= scale[:, None]
         if HAS_BIAS:

@@ -1,0 +1,220 @@
+"""Weights in 8 bits or 4 on a GPU: a `LinearMethod` over the groups of `group_gemm`.
+
+The numbers are those that the CPU keeps (`native.int8_blocks`): every 32 of a row have a scale and
+an offset. Blocks of a GGUF file keep their numbers, where their type has no more scales than that;
+other weights are rounded while they are loaded. Rows whose numbers have 16 levels take 4 bits.
+Activations stay in 16 bits.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from termgen.engine.device.kernels.gemm.group_gemm import (
+    GROUP,
+    group_gemm,
+    pack,
+    pack_pairs,
+    stretch,
+    widen,
+)
+from termgen.engine.device.kernels.gemm.small_gemm_config import (
+    MAX_ROWS,
+    ROW_BANDS,
+    SmallGemmConfig,
+    band_of,
+)
+from termgen.engine.device.layers.linear import LinearMethod, LinearSpec
+from termgen.engine.device.layers.stored_rows import StoredRows
+from termgen.engine.device.layers.triton_ops import SharedWorkspace
+from termgen.engine.device.native.int8_blocks import Quantized, keep_rows, quantize_rows
+from termgen.engine.device.quantization.affine_blocks import KINDS, affine
+
+TILE = 32
+"""Rows whose numbers have one width."""
+_MOST_RUNS = 4
+"""A matrix with more runs of tiles of one width is kept in 8 bits: each is a kernel of its own."""
+_PART_NUMBERS = 2**26
+"""Numbers of a weight that are widened, or rounded, at a time."""
+_LEAST_ROWS = 16
+_BLOCK_N = 64
+_ENOUGH_PROGRAMS = 512
+"""About four for each multiprocessor of a large GPU: with fewer, K is cut."""
+_MOST_SPLITS = 8
+
+
+class GroupLinears:
+    """LinearMethodFactory: makes the layers of one model, which share a workspace."""
+
+    def __init__(self) -> None:
+        self._shared = SharedWorkspace()
+
+    def __call__(self, spec: LinearSpec) -> LinearMethod:
+        return GroupLinear(spec, self._shared)
+
+
+class _Run(NamedTuple):
+    """Neighbouring rows whose numbers have one width."""
+
+    first: int
+    end: int
+    num_bits: int
+    words: nn.Parameter
+    pairs: nn.Parameter
+    configs: dict[int, SmallGemmConfig]
+
+
+class GroupLinear(nn.Module):
+    """LinearMethod: 8 or 4 bits a number, and 32 bits for every 32 of them."""
+
+    kinds = KINDS
+
+    def __init__(self, spec: LinearSpec, shared: SharedWorkspace) -> None:
+        super().__init__()
+        self._spec = spec
+        self._shared = shared
+        self._padding = -spec.in_features % GROUP.value
+        self._parts: Quantized | None = None
+        """The rows while they are loaded; a matrix is packed with its last one."""
+        self._num_missing = spec.out_features
+        self._runs: list[_Run] = []
+
+    def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
+        for rows in torch.split(tensor, max(1, _PART_NUMBERS // tensor.shape[1])):
+            on_device = rows.to(self._spec.device)
+            self._take(quantize_rows(F.pad(on_device, (0, self._padding))), first_row)
+            first_row += len(rows)
+
+    def load_stored(self, rows: StoredRows, first_row: int) -> None:
+        assert not self._padding, "blocks of a file are whole"
+        row_numbers = rows.blocks[0].numel() * 2  # at most: a byte holds two of four bits
+        for blocks in torch.split(rows.blocks, max(1, _PART_NUMBERS // row_numbers)):
+            part = affine(StoredRows(rows.kind, blocks.to(self._spec.device)))
+            self._take(keep_rows(*part, len(blocks)), first_row)
+            first_row += len(blocks)
+
+    def _take(self, loaded: Quantized, first_row: int) -> None:
+        """Rows may come in any order, each once."""
+        if self._parts is None:
+            self._parts = self._empty_parts()
+        num_rows = len(loaded.row_scale)
+        for part, rows in zip(self._parts, loaded, strict=True):
+            part[first_row : first_row + num_rows].copy_(rows)
+        self._num_missing -= num_rows
+        assert self._num_missing >= 0, "loaded twice"
+        if not self._num_missing:
+            self._pack(self._parts)
+            self._parts = None
+
+    def _empty_parts(self) -> Quantized:
+        num_rows, device = self._spec.out_features, self._spec.device
+        num_groups = (self._spec.in_features + self._padding) // GROUP.value
+        return Quantized(
+            torch.empty(num_rows, num_groups * GROUP.value, dtype=torch.uint8, device=device),
+            torch.empty(num_rows, num_groups, dtype=torch.float16, device=device),
+            torch.empty(num_rows, num_groups, dtype=torch.float16, device=device),
+            torch.empty(num_rows, device=device),
+        )
+
+    def _pack(self, parts: Quantized) -> None:
+        # What is not finite shows in the one parameter of floats.
+        is_finite = parts.scale.isfinite().all(1) & parts.low.isfinite().all(1)
+        parts.row_scale.masked_fill_(~is_finite, float("nan"))
+        self.row_scale = nn.Parameter(parts.row_scale, requires_grad=False)
+        for first, end, num_bits in widths(parts.numbers):
+            columns = (end - first, self._spec.in_features)
+            padding = -parts.numbers.shape[1] % stretch(num_bits)
+            numbers = F.pad(parts.numbers[first:end], (0, padding))
+            halves = (F.pad(part[first:end], (0, padding // GROUP.value)) for part in parts[1:3])
+            words = nn.Parameter(pack(numbers, num_bits), requires_grad=False)
+            pairs = nn.Parameter(pack_pairs(*halves), requires_grad=False)
+            configs = {band: choose(band, *columns, num_bits) for band in ROW_BANDS}
+            for config in configs.values():
+                self._shared.reserve(config, end - first)
+            run = _Run(first, end, num_bits, words, pairs, configs)
+            self.register_parameter(f"words_{len(self._runs)}", words)
+            self.register_parameter(f"pairs_{len(self._runs)}", pairs)
+            self._runs.append(run)
+
+    def finalize(self) -> None:
+        assert self._runs, "not all rows were loaded"
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        num_rows = x.shape[0]
+        out = x.new_empty(num_rows, self._spec.out_features)
+        if not 0 < num_rows <= MAX_ROWS:
+            self._multiply_wide(x, bias, out)
+            return out
+        band, workspace = band_of(num_rows), self._shared.on(x.device)
+        for run in self._runs:
+            rows = slice(run.first, run.end)
+            group_gemm(
+                *(x, run.words, run.pairs, self.row_scale[rows]),
+                None if bias is None else bias[rows],
+                num_bits=run.num_bits,
+                config=run.configs[band],
+                workspace=workspace,
+                out=out[:, rows],
+            )
+        return out
+
+    def _multiply_wide(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        spec = self._spec
+        step = max(1, _PART_NUMBERS // spec.in_features)
+        for run in self._runs:
+            for first in range(run.first, run.end, step):
+                end = min(first + step, run.end)
+                part = slice(first - run.first, end - run.first)
+                weight = widen(
+                    *(run.words[part], run.pairs[:, part], self.row_scale[first:end]),
+                    *(spec.in_features, x.dtype, run.num_bits),
+                )
+                torch.mm(x, weight.T, out=out[:, first:end])
+        if bias is not None:
+            out += bias
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """A row is looked up in every run: which one has it is known on the device alone."""
+        found = None
+        for run in self._runs:
+            place = (ids - run.first).clamp(0, run.end - run.first - 1)
+            rows = widen(
+                *(run.words[place], run.pairs[:, place], self.row_scale[run.first + place]),
+                *(self._spec.in_features, self._spec.dtype, run.num_bits),
+            )
+            is_here = (ids >= run.first)[:, None]
+            found = rows if found is None else torch.where(is_here, rows, found)
+        assert found is not None, "not finalized"
+        return found
+
+
+def widths(numbers: torch.Tensor) -> list[tuple[int, int, int]]:
+    """(first row, end, bits) of each run. numbers: [rows, columns] uint8."""
+    num_rows = len(numbers)
+    is_coarse = torch.cat(
+        [((part & 15) == (part >> 4)).all(1) for part in torch.split(numbers, 64 * TILE)]
+    )
+    tiles = F.pad(is_coarse, (0, -num_rows % TILE), value=True).view(-1, TILE).all(1).tolist()
+    runs, first = [], 0
+    for flag, of_run in groupby(tiles):
+        end = min(first + TILE * len(list(of_run)), num_rows)
+        runs.append((first, end, 4 if flag else 8))
+        first = end
+    return runs if len(runs) <= _MOST_RUNS else [(0, num_rows, 8)]
+
+
+def choose(band: int, out_features: int, in_features: int, num_bits: int) -> SmallGemmConfig:
+    """The configuration for up to `band` rows, one of `ROW_BANDS`: a number of rows and those it is
+    padded to in a recorded step share it, so padding changes no bit of a row."""
+    tiles, steps = -(-out_features // _BLOCK_N), -(-in_features // stretch(num_bits))
+    splits = 1
+    while splits < _MOST_SPLITS and 2 * splits * tiles <= _ENOUGH_PROGRAMS and 4 * splits <= steps:
+        splits *= 2
+    num_stages = 3 if band <= 32 else 2
+    block_m = max(_LEAST_ROWS, band)
+    return SmallGemmConfig("mma", block_m, _BLOCK_N, GROUP.value, 4, num_stages, splits)

@@ -1,0 +1,152 @@
+"""Products of a few rows with weights of 4- and 8-bit groups: every number, every edge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import (
+    DEVICES,
+    DEVICES_AND_DTYPES,
+    assert_near,
+    normal,
+    poison,
+    require_triton,
+)
+
+require_triton()
+
+from termgen.engine.device.kernels.gemm.group_gemm import (  # noqa: E402
+    COARSE,
+    GROUP,
+    group_gemm,
+    group_gemm_reference,
+    pack,
+    pack_pairs,
+    stretch,
+    widen,
+)
+from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace  # noqa: E402
+from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig  # noqa: E402
+from termgen.engine.device.native.int8_blocks import Quantized, dequantize  # noqa: E402
+
+CONFIGS = {
+    "16": SmallGemmConfig("mma", 16, 64, 32, 4, num_stages=3),
+    "16-cut2": SmallGemmConfig("mma", 16, 32, 32, 4, num_stages=3, splits=2),
+    "32-cut4": SmallGemmConfig("mma", 32, 64, 32, 4, num_stages=2, splits=4),
+    "64": SmallGemmConfig("mma", 64, 128, 32, 8, num_stages=2),
+}
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+bits = pytest.mark.parametrize("num_bits", [4, 8])
+Weight = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def random_rows(n: int, k: int, num_bits: int) -> Quantized:
+    """All numbers of a width; zeros where x has no column."""
+    generator = torch.Generator().manual_seed(n + k)
+    width = -(-k // stretch(num_bits)) * stretch(num_bits)
+    levels, step = (16, COARSE.value) if num_bits == 4 else (256, 1)
+    numbers = (torch.randint(0, levels, (n, width), generator=generator) * step).to(torch.uint8)
+    groups = (n, width // GROUP.value)
+    scale = torch.rand(groups, generator=generator).add_(0.25).div_(128).half()
+    low = torch.rand(groups, generator=generator).neg_().half()
+    row_scale = torch.exp2(torch.arange(n) % 5 - 8.0)
+    return Quantized(numbers, scale, low, row_scale)
+
+
+def weight_of(rows: Quantized, num_bits: int, device: str) -> Weight:
+    words, pairs = pack(rows.numbers, num_bits), pack_pairs(rows.scale, rows.low)
+    return words.to(device), pairs.to(device), rows.row_scale.to(device)
+
+
+def workspace_of(config: SmallGemmConfig, n: int, device: str) -> SmallGemmWorkspace:
+    workspace = SmallGemmWorkspace(
+        torch.device(device), num_values=config.partial_values(n), num_tiles=config.tiles(n)
+    )
+    workspace.partial.fill_(float("nan"))
+    return workspace
+
+
+def test_words_hold_numbers_a_group_apart() -> None:
+    numbers = torch.arange(128, dtype=torch.uint8).expand(2, 128).contiguous()
+    first = pack(numbers, 8).view(torch.uint8)[0, :8].tolist()
+    assert first == [0, 32, 64, 96, 1, 33, 65, 97]
+    coarse = (torch.arange(256) // 32 * 17).to(torch.uint8).expand(2, 256).contiguous()
+    assert pack(coarse, 4)[1].tolist() == [0x76543210] * 32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bits
+@pytest.mark.parametrize(("n", "k"), [(33, 100), (16, 512), (70, 1300)])
+def test_widening_rounds_once(device: str, num_bits: int, n: int, k: int) -> None:
+    rows = random_rows(n, k, num_bits)
+    words, pairs, row_scale = weight_of(rows, num_bits, device)
+    expected = dequantize(rows)[:, :k]
+    wide = widen(words, pairs, row_scale, k, torch.float32, num_bits).cpu()
+    # The multiplication and the addition may be one operation.
+    assert ((wide - expected).abs() <= 2**-23 * 4 * row_scale.cpu()[:, None]).all()
+    for dtype in (torch.float16, torch.bfloat16):
+        half = widen(words, pairs, row_scale, k, dtype, num_bits).cpu()
+        if device == "cuda" or dtype == torch.float16:  # the interpreter cuts bfloat16 off
+            assert torch.equal(half, wide.to(dtype))
+    some = torch.tensor([3, 0, n - 1], device=device)
+    rows_of = widen(words[some], pairs[:, some], row_scale[some], k, torch.bfloat16, num_bits)
+    assert torch.equal(rows_of.cpu(), half[some.cpu()])
+    none = widen(words[:0], pairs[:, :0], row_scale[:0], k, torch.bfloat16, num_bits)
+    assert none.shape == (0, k)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@configs
+@bits
+@pytest.mark.parametrize(("n", "k"), [(128, 512), (70, 1300), (33, 100)])
+def test_products_are_those_of_the_weight(
+    device: str, dtype: torch.dtype, config: SmallGemmConfig, num_bits: int, n: int, k: int
+) -> None:
+    words, pairs, row_scale = weight_of(random_rows(n, k, num_bits), num_bits, device)
+    rounded = widen(words, pairs, row_scale, k, dtype, num_bits).double()
+    for rows in {config.block_m, max(1, config.block_m - 3)}:
+        x = normal(rows, k + 16, dtype=dtype, device=device, seed=k)[:, :k]
+        for bias in (None, normal(n, dtype=dtype, device=device, seed=n)):
+            wide = poison(rows, n + 8, dtype=dtype, device=device)
+            out, workspace = wide[:, 3 : 3 + n], workspace_of(config, n, device)
+            group_gemm(
+                *(x, words, pairs, row_scale, bias),
+                num_bits=num_bits,
+                config=config,
+                workspace=workspace,
+                out=out,
+            )
+            assert not workspace.arrivals.any(), "the next launch would find arrivals"
+            assert wide[:, :3].isnan().all() and wide[:, 3 + n :].isnan().all()
+            expected = x.double() @ rounded.T + (0 if bias is None else bias.double())
+            assert_near(out, expected, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bits
+def test_the_reference_dequantises(device: str, num_bits: int) -> None:
+    rows = random_rows(40, 300, num_bits)
+    words, pairs, row_scale = weight_of(rows, num_bits, device)
+    x = torch.eye(300, dtype=torch.float64, device=device)
+    found = group_gemm_reference(x, words, pairs, row_scale.double(), num_bits=num_bits)
+    expected = dequantize(rows)[:, :300].T.double()
+    assert torch.allclose(found.cpu(), expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@configs
+@bits
+def test_a_row_does_not_see_the_others(device: str, config: SmallGemmConfig, num_bits: int) -> None:
+    weight = weight_of(random_rows(70, 512, num_bits), num_bits, device)
+    whole = normal(config.block_m, 512, dtype=torch.float16, device=device, seed=1)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        workspace = workspace_of(config, 70, device)
+        return group_gemm(x, *weight, num_bits=num_bits, config=config, workspace=workspace)
+
+    expected = run(whole)
+    for row in {0, config.block_m // 2, config.block_m - 1}:
+        assert torch.equal(run(whole[row : row + 1])[0], expected[row])
+        others = torch.full_like(whole, float("nan"))
+        others[row] = whole[row]
+        assert torch.equal(run(others)[row], expected[row])

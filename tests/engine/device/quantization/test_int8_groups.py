@@ -1,0 +1,151 @@
+"""Weights in 4 and 8 bits on a GPU: what is kept, products of every number of rows, lookups."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from triton_device import DEVICES_AND_DTYPES, assert_near, normal, require_triton
+
+from termgen.engine.device.layers.linear import LinearSpec
+from termgen.engine.device.layers.stored_rows import StoredRows
+from termgen.engine.device.native.int8_blocks import dequantize, quantize_rows
+
+require_triton()
+
+from termgen.engine.device.kernels.gemm.small_gemm_config import ROW_BANDS  # noqa: E402
+from termgen.engine.device.quantization import int8_groups  # noqa: E402
+from termgen.engine.device.quantization.int8_groups import (  # noqa: E402
+    TILE,
+    GroupLinear,
+    GroupLinears,
+    choose,
+    widths,
+)
+
+
+def make_layer(num_rows: int, num_columns: int, dtype: torch.dtype, device: str) -> GroupLinear:
+    spec = LinearSpec(num_columns, num_rows, dtype, torch.device(device), is_looked_up=True)
+    layer = GroupLinears()(spec)
+    assert isinstance(layer, GroupLinear)
+    return layer
+
+
+def gguf_rows(values: torch.Tensor, kind: str) -> StoredRows:
+    packed = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[kind])
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    blocks = torch.from_numpy(packed.view(np.uint8).reshape(len(values), -1, size).copy())
+    return StoredRows(kind, blocks)
+
+
+def values_of(rows: StoredRows) -> torch.Tensor:
+    kind = gguf.GGMLQuantizationType[rows.kind]
+    return torch.from_numpy(gguf.quants.dequantize(rows.blocks.flatten(1).numpy(), kind).copy())
+
+
+def check_products(layer: GroupLinear, weight: torch.Tensor, dtype: torch.dtype) -> None:
+    """weight: that of the layer in its type. Every way of multiplying, and looking up."""
+    device = weight.device.type
+    num_rows, num_columns = weight.shape
+    bias = normal(num_rows, dtype=dtype, device=device, seed=1)
+    for count in (0, 1, 3, 16, 17, 64, 65, 130):
+        x = normal(count, num_columns, dtype=dtype, device=device, seed=count)
+        for own in (None, bias):
+            y = layer.multiply(x, own)
+            assert y.dtype == dtype
+            wide = None if own is None else own.double()
+            assert_near(y, F.linear(x.double(), weight.double(), wide), dtype)
+    ids = torch.tensor([5, 0, num_rows - 1, num_rows // 2], device=device)
+    assert torch.equal(layer.embed(ids), weight[ids])
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(96, 256), (70, 100)])
+def test_floats_are_rounded_as_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_columns: int,
+) -> None:
+    monkeypatch.setattr(int8_groups, "_PART_NUMBERS", 33 * num_columns)  # more than one part
+    rows = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(3))
+    rows /= num_columns**0.5
+    layer = make_layer(num_rows, num_columns, dtype, device)
+    middle = num_rows // 3
+    layer.load_rows(rows[middle:].to(device), middle)
+    layer.load_rows(rows[:middle], 0)
+    layer.finalize()
+    quantized = quantize_rows(F.pad(rows, (0, -num_columns % 32)))
+    weight = dequantize(quantized)[:, :num_columns]
+    kept = layer.embed(torch.arange(num_rows, device=device))
+    # One operation or two: the last place of float32, which may round otherwise.
+    assert torch.allclose(kept.float().cpu(), weight.to(dtype).float(), rtol=2**-7, atol=1e-6)
+    assert (kept.cpu() != weight.to(dtype)).float().mean() < (1 if dtype.itemsize == 4 else 1e-3)
+    check_products(layer, kept, dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+def test_a_file_of_two_types_keeps_both_widths(device: str, dtype: torch.dtype) -> None:
+    """As q, k and v of a Q4_K_M file: rows of 4 bits before rows of 8."""
+    values = torch.randn(160, 512, generator=torch.Generator().manual_seed(5)) / 512**0.5
+    layer = make_layer(160, 512, dtype, device)
+    parts = gguf_rows(values[:96], "Q4_0"), gguf_rows(values[96:], "Q8_0")
+    layer.load_stored(parts[1], 96)
+    layer.load_stored(parts[0], 0)
+    layer.finalize()
+    assert [(run.first, run.end, run.num_bits) for run in layer._runs] == [
+        (0, 96, 4),
+        (96, 160, 8),
+    ]
+    assert layer.words_0.nbytes == 96 * 512 // 2
+    assert layer.words_1.nbytes == 64 * 512
+    weight = torch.cat([values_of(part) for part in parts])
+    kept = layer.embed(torch.arange(160, device=device))
+    # Scales are rounded to 16 bits, the weight to its type.
+    error = (kept.float().cpu() - weight).abs().amax() / weight.abs().amax()
+    assert error < (2e-3 if dtype.itemsize == 4 else 6e-3)
+    check_products(layer, kept, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", sorted(GroupLinear.kinds - {"GROUPS"}))
+def test_blocks_are_read_alike_on_a_gpu(kind: str) -> None:
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    generator = torch.Generator().manual_seed(7)
+    blocks = torch.randint(0, 60, (8, 4, size), generator=generator).to(torch.uint8)
+    rows = StoredRows(kind, blocks)
+    here = int8_groups.affine(rows)
+    there = int8_groups.affine(StoredRows(kind, blocks.cuda()))
+    for own, other in zip(here, there, strict=True):
+        assert torch.equal(own, other.cpu())
+
+
+def test_widths_go_by_tiles_of_rows() -> None:
+    numbers = torch.full((5 * TILE + 3, 32), 34, dtype=torch.uint8)
+    assert widths(numbers) == [(0, 5 * TILE + 3, 4)]
+    numbers[TILE + 1, 7] = 35
+    expected = [(0, TILE, 4), (TILE, 2 * TILE, 8), (2 * TILE, 5 * TILE + 3, 4)]
+    assert widths(numbers) == expected
+    numbers[3 * TILE, 0] = 1
+    assert widths(numbers) == [(0, 5 * TILE + 3, 8)]  # too many runs
+
+
+def test_a_row_that_is_not_finite_shows() -> None:
+    layer = make_layer(4, 64, torch.bfloat16, "cpu")
+    rows = torch.ones(4, 64)
+    rows[2, 5] = float("nan")
+    layer.load_rows(rows, 0)
+    layer.finalize()
+    assert layer.row_scale.isfinite().tolist() == [True, True, False, True]
+
+
+def test_every_band_has_a_configuration_that_takes_it() -> None:
+    for n, k in [(28672, 4096), (4096, 14336), (576, 1536), (33, 100)]:
+        for num_bits in (4, 8):
+            for band in ROW_BANDS:
+                config = choose(band, n, k, num_bits)
+                assert config.block_m >= max(16, band)
+                assert config.splits == 1 or n < 28672
