@@ -42,9 +42,10 @@ _MOST_RUNS = 4
 _PART_NUMBERS = 2**26
 """Numbers of a weight that are widened, or rounded, at a time."""
 _LEAST_ROWS = 16
-_BLOCK_N = 64
-_ENOUGH_PROGRAMS = 512
-"""About four for each multiprocessor of a large GPU: with fewer, K is cut."""
+_BLOCK_N = 128
+_MOST_GEMV_ROWS = 2
+_ENOUGH_PROGRAMS = 384
+"""About three for each multiprocessor of a large GPU: with fewer, K is cut."""
 _MOST_SPLITS = 8
 
 
@@ -211,10 +212,14 @@ def widths(numbers: torch.Tensor) -> list[tuple[int, int, int]]:
 def choose(band: int, out_features: int, in_features: int, num_bits: int) -> SmallGemmConfig:
     """The configuration for up to `band` rows, one of `ROW_BANDS`: a number of rows and those it is
     padded to in a recorded step share it, so padding changes no bit of a row."""
+    if band <= _MOST_GEMV_ROWS:
+        return SmallGemmConfig("gemv", band, 4, 64, 2)
     tiles, steps = -(-out_features // _BLOCK_N), -(-in_features // stretch(num_bits))
     splits = 1
     while splits < _MOST_SPLITS and 2 * splits * tiles <= _ENOUGH_PROGRAMS and 4 * splits <= steps:
         splits *= 2
-    num_stages = 3 if band <= 32 else 2
     block_m = max(_LEAST_ROWS, band)
+    num_stages = 4 if block_m == _LEAST_ROWS and num_bits == 4 else 3
+    if band == MAX_ROWS:
+        num_stages = 2
     return SmallGemmConfig("mma", block_m, _BLOCK_N, GROUP.value, 4, num_stages, splits)

@@ -81,15 +81,18 @@ def test_floats_are_rounded_as_on_a_cpu(
     quantized = quantize_rows(F.pad(rows, (0, -num_columns % 32)))
     weight = dequantize(quantized)[:, :num_columns]
     kept = layer.embed(torch.arange(num_rows, device=device))
-    # One operation or two: the last place of float32, which may round otherwise.
-    assert torch.allclose(kept.float().cpu(), weight.to(dtype).float(), rtol=2**-7, atol=1e-6)
-    assert (kept.cpu() != weight.to(dtype)).float().mean() < (1 if dtype.itemsize == 4 else 1e-3)
+    # A GPU divides otherwise: a number between two may become the other one.
+    step = (quantized.scale.float() * quantized.row_scale[:, None]).repeat_interleave(32, 1)
+    error = (kept.float().cpu() - weight).abs()
+    rounding = weight.abs() * torch.finfo(dtype).eps
+    assert (error <= 1.01 * step[:, :num_columns] + rounding).all()
+    assert (error > 0.5 * step[:, :num_columns] + rounding).float().mean() < 0.01
     check_products(layer, kept, dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 def test_a_file_of_two_types_keeps_both_widths(device: str, dtype: torch.dtype) -> None:
-    """As q, k and v of a Q4_K_M file: rows of 4 bits before rows of 8."""
+    """The matrix of q, k and v in a Q4_K_M file has rows of 4 bits before rows of 8."""
     values = torch.randn(160, 512, generator=torch.Generator().manual_seed(5)) / 512**0.5
     layer = make_layer(160, 512, dtype, device)
     parts = gguf_rows(values[:96], "Q4_0"), gguf_rows(values[96:], "Q8_0")
@@ -119,8 +122,9 @@ def test_blocks_are_read_alike_on_a_gpu(kind: str) -> None:
     rows = StoredRows(kind, blocks)
     here = int8_groups.affine(rows)
     there = int8_groups.affine(StoredRows(kind, blocks.cuda()))
-    for own, other in zip(here, there, strict=True):
-        assert torch.equal(own, other.cpu())
+    assert torch.equal(here.numbers, there.numbers.cpu())
+    for own, other in ((here.scale, there.scale), (here.low, there.low)):
+        assert torch.allclose(own, other.cpu(), rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_widths_go_by_tiles_of_rows() -> None:
@@ -147,5 +151,6 @@ def test_every_band_has_a_configuration_that_takes_it() -> None:
         for num_bits in (4, 8):
             for band in ROW_BANDS:
                 config = choose(band, n, k, num_bits)
-                assert config.block_m >= max(16, band)
+                assert config.block_m >= band
                 assert config.splits == 1 or n < 28672
+                assert config.kind == "gemv" or config.block_k == 32

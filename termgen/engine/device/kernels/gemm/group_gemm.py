@@ -10,8 +10,9 @@ Scale and low are those of 32 columns of a row, float16; a row's scale is a powe
 
 So a word in a thread's registers becomes one number of each of several operands, which meet groups
 of x in their natural order, and nothing crosses threads. Numbers of 4 bits are those of 8 bits that
-are multiples of 17, and have scales as if they were. The weight is computed in float32 and rounded
-to x's type, as if it had been dequantised before. For many rows of x it is widened in memory.
+are multiples of 17, and have scales as if they were. Two kernels, as in `small_gemm`: gemv
+multiplies in registers, in float32; mma on the matrix units, the weight rounded to x's type as if
+it had been dequantised before. For many rows of x it is widened in memory.
 """
 
 from __future__ import annotations
@@ -87,6 +88,99 @@ def _values(w, pair, place: tl.constexpr, BITS: tl.constexpr):
     scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * factor
     low = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return _numbers(w, place, BITS) * scale + low
+
+
+@triton.jit
+def _sum_of_products(numbers, x):
+    """[words, 4] each -> [words]: a thread has the four."""
+    return tl.sum(numbers * x, axis=1)
+
+
+@triton.jit(do_not_specialize=["num_rows", "out_stride"])
+def _gemv_kernel(
+    x_ptr,
+    w_ptr,
+    pairs_ptr,
+    bias_ptr,
+    row_scale_ptr,
+    out_ptr,
+    num_rows,
+    n,
+    k,
+    num_words,
+    x_stride,
+    out_stride,
+    BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    WORD: tl.constexpr = 32 // BITS
+    FACTOR: tl.constexpr = 17.0 if BITS == 4 else 1.0
+    first_row = tl.program_id(0) * BLOCK_N
+    # A thread has four words in a row, which are of the same groups. Rows are a loop of their own:
+    # in two dimensions a thread's words and scales would be of several rows, and cross threads.
+    quads = tl.arange(0, BLOCK_K)
+    four = tl.arange(0, 4)[None, :]
+    sums = ()
+    for _ in tl.static_range(BLOCK_M * BLOCK_N):
+        sums += (tl.zeros([BLOCK_K], tl.float32),)  # type: ignore[assignment]
+    for start in tl.range(0, num_words // 4, BLOCK_K, num_stages=1):
+        quad = start + quads
+        is_quad = quad < num_words // 4
+        quad = tl.minimum(quad, num_words // 4 - 1)
+        words = ()
+        for r in tl.static_range(BLOCK_N):
+            row = tl.minimum(first_row + r, n - 1).to(tl.int64)
+            at = w_ptr + row * num_words + quad[:, None] * 4 + four
+            words += (tl.load(at, eviction_policy="evict_first"),)  # type: ignore[assignment]
+        stretch_of = quad // 8
+        first_column = stretch_of * (WORD * GROUP) + quad % 8 * 4
+        for place in tl.static_range(WORD):
+            PLACED: tl.constexpr = 1.0 / (1 << (BITS * (place % (16 // BITS))))
+            columns = (first_column + place * GROUP)[:, None] + four
+            x_sums = ()
+            xs = ()
+            for token in tl.static_range(BLOCK_M):
+                # A token past the last repeats it; its sums go nowhere.
+                at = x_ptr + tl.minimum(token, num_rows - 1) * x_stride + columns
+                if EVEN_K:
+                    x = tl.load(at, mask=is_quad[:, None], other=0).to(tl.float32)
+                else:
+                    is_column = is_quad[:, None] & (columns < k)
+                    x = tl.load(at, mask=is_column, other=0).to(tl.float32)
+                xs += (x,)  # type: ignore[assignment]
+                x_sums += (tl.sum(x, axis=1),)  # type: ignore[assignment]
+            new_sums = ()
+            for r in tl.static_range(BLOCK_N):
+                row = tl.minimum(first_row + r, n - 1)
+                pair = tl.load(pairs_ptr + (stretch_of * WORD + place) * n + row)
+                scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                low = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                numbers = _numbers(words[r], place, BITS)  # type: ignore[misc]
+                for token in tl.static_range(BLOCK_M):
+                    y = sums[r * BLOCK_M + token]  # type: ignore[misc]
+                    y += _sum_of_products(numbers, xs[token]) * (scale * (FACTOR * PLACED))  # type: ignore[misc]
+                    y += low * x_sums[token]  # type: ignore[misc]
+                    new_sums += (y,)  # type: ignore[assignment]
+            sums = new_sums
+    for r in tl.static_range(BLOCK_N):
+        row = first_row + r
+        is_row = row < n
+        row_scale = tl.load(row_scale_ptr + row, mask=is_row, other=0.0)
+        bias = 0.0
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+        for token in tl.static_range(BLOCK_M):
+            y = tl.sum(sums[r * BLOCK_M + token], axis=0) * row_scale + bias
+            at = out_ptr + token * out_stride + row
+            tl.store(at, y.to(out_ptr.dtype.element_ty), mask=is_row & (token < num_rows))
 
 
 @triton.jit(do_not_specialize=["num_rows", "row_bytes", "out_stride"])
@@ -236,7 +330,8 @@ def group_gemm(
 ) -> torch.Tensor:  # [M, N]
     """x @ weight.T + bias in x's type. `workspace` is needed where `config` cuts K.
 
-    config: of the kind mma, its block_k in words, `GROUP` of them. out: its rows dense.
+    config: of the kind mma, its block_k in words, `GROUP` of them; or gemv, its block_k in fours of
+    words. out: its rows dense.
     """
     num_rows, k = x.shape
     n, num_words = words.shape
@@ -245,38 +340,47 @@ def group_gemm(
     assert pairs.shape == (num_words * 32 // num_bits // GROUP.value, n), pairs.shape
     assert pairs.is_contiguous() and row_scale.shape == (n,), (pairs.stride(), row_scale.shape)
     assert x.stride(1) == 1 and num_rows <= config.block_m, (x.stride(), num_rows, config)
-    assert (config.kind, config.block_k) == ("mma", GROUP.value), config
+    assert config.kind == "gemv" or config.block_k == GROUP.value, config
     if out is None:
         out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     assert out.shape == (num_rows, n) and out.stride(1) == 1, (out.shape, out.stride())
     if not num_rows:
         return out
-    row_bytes, threads = prefetch_plan(config, num_words, words)
-    partial = arrivals = None
-    tiles = config.tiles(n)
-    if config.splits > 1:
-        assert workspace is not None, "K is cut, so there must be a workspace"
-        partial, arrivals = workspace.partial, workspace.arrivals
-        assert partial.numel() >= config.partial_values(n) and arrivals.numel() >= tiles
     options: dict[str, Any] = {
         "BITS": num_bits,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "SPLITS": config.splits,
-        "NUM_STAGES": config.num_stages,
         "EVEN_K": k % stretch(num_bits) == 0,
         "HAS_BIAS": bias is not None,
-        "PRECISION": dot_precision(x.dtype),
-        "PREFETCH_THREADS": threads,
         "num_warps": config.num_warps,
         **pdl_options(x.device, enabled=pdl),
     }
+    # The stride of a lone row must not choose a variant.
+    x_stride, out_stride = (x.stride(0), out.stride(0)) if num_rows > 1 else (k, n)
+    tiles = config.tiles(n)
+    if config.kind == "gemv":
+        _gemv_kernel[(tiles,)](
+            *(x, words, pairs, bias, row_scale, out),
+            *(num_rows, n, k, num_words, x_stride, out_stride),
+            **options,
+        )
+        return out
+    row_bytes, threads = prefetch_plan(config, num_words, words)
+    partial = arrivals = None
+    if config.splits > 1:
+        assert workspace is not None, "K is cut, so there must be a workspace"
+        partial, arrivals = workspace.partial, workspace.arrivals
+        assert partial.numel() >= config.partial_values(n) and arrivals.numel() >= tiles
+    options |= {
+        "SPLITS": config.splits,
+        "NUM_STAGES": config.num_stages,
+        "PRECISION": dot_precision(x.dtype),
+        "PREFETCH_THREADS": threads,
+    }
     _mma_kernel[(tiles, config.splits)](
         *(x, words, pairs, bias, row_scale, out, partial, arrivals),
-        # The stride of a lone row must not choose a variant.
-        *(num_rows, n, k, num_words, x.stride(0) if num_rows > 1 else k),
-        *(row_bytes, out.stride(0) if num_rows > 1 else n),
+        *(num_rows, n, k, num_words, x_stride, row_bytes, out_stride),
         **options,
     )
     return out

@@ -30,6 +30,8 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 from termgen.engine.device.native.int8_blocks import Quantized, dequantize  # noqa: E402
 
 CONFIGS = {
+    "gemv1": SmallGemmConfig("gemv", 1, 4, 64, 2),
+    "gemv2": SmallGemmConfig("gemv", 2, 2, 16, 1),
     "16": SmallGemmConfig("mma", 16, 64, 32, 4, num_stages=3),
     "16-cut2": SmallGemmConfig("mma", 16, 32, 32, 4, num_stages=3, splits=2),
     "32-cut4": SmallGemmConfig("mma", 32, 64, 32, 4, num_stages=2, splits=4),
@@ -119,6 +121,9 @@ def test_products_are_those_of_the_weight(
             assert not workspace.arrivals.any(), "the next launch would find arrivals"
             assert wide[:, :3].isnan().all() and wide[:, 3 + n :].isnan().all()
             expected = x.double() @ rounded.T + (0 if bias is None else bias.double())
+            if config.kind == "gemv":  # the weight is not rounded
+                whole = dequantize(random_rows(n, k, num_bits))[:, :k].to(device).double()
+                expected = x.double() @ whole.T + (0 if bias is None else bias.double())
             assert_near(out, expected, dtype)
 
 
