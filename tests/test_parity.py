@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from reference_model import GreedyReference, load_reference
 from transformers import PreTrainedModel
 
@@ -302,6 +303,46 @@ def float8_case(family_case: FamilyCase, tmp_path_factory: pytest.TempPathFactor
         return folder, prompts, GreedyReference(load_reference(folder), prompts)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def group_case(family_case: FamilyCase) -> FamilyCase:
+    """The same beside transformers with every matrix as `quantize_rows` rounds it."""
+    pytest.importorskip("triton")
+    from termgen.engine.device.native.int8_blocks import dequantize, quantize_rows
+
+    @functools.cache
+    def make(family: str) -> tuple[Path, list[list[int]], GreedyReference]:
+        folder, prompts, _ = family_case(family)
+        reference = load_reference(folder)
+        for module in reference.modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+                columns = module.weight.shape[1]
+                kept = dequantize(quantize_rows(F.pad(module.weight.data, (0, -columns % 32))))
+                module.weight.data.copy_(kept[:, :columns])
+        return folder, prompts, GreedyReference(reference, prompts)
+
+    return make
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
+def test_groups_of_8_bits_equal_their_floats(
+    engines: Engines, group_case: FamilyCase, family: str, name: str
+) -> None:
+    from termgen.engine.device.quantization.int8_groups import GroupLinear
+
+    folder, prompts, expected = group_case(family)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    options = {"quantization": "int8", "skip_tokenizer_init": True, **OPTIONS[name]}
+    if family in WITH_WINDOWS and "num_gpu_blocks_override" in options:
+        options["num_gpu_blocks_override"] = 24  # some of each group
+    engine = engines(folder, device="cuda", **options)
+    model = engine.core.executor._runner.model  # type: ignore[attr-defined]
+    assert any(isinstance(module, GroupLinear) for module in model.modules())
+    for _ in range(2):  # the second time over a warm cache
+        expected.check(run(engine, prompts, params), NUM_TOKENS)
 
 
 @pytest.mark.gpu

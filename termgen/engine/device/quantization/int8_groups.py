@@ -41,12 +41,14 @@ _MOST_RUNS = 4
 """A matrix with more runs of tiles of one width is kept in 8 bits: each is a kernel of its own."""
 _PART_NUMBERS = 2**26
 """Numbers of a weight that are widened, or rounded, at a time."""
+# Chosen on an H200, on the products of Llama 3.1 8B.
 _LEAST_ROWS = 16
 _BLOCK_N = 128
-_MOST_GEMV_ROWS = 2
-_ENOUGH_PROGRAMS = 384
-"""About three for each multiprocessor of a large GPU: with fewer, K is cut."""
-_MOST_SPLITS = 8
+_CUTS = {16: (1024, 8), 32: (264, 8), 64: (264, 4)}
+"""Rows of x -> programs that are enough, so that K is cut no further, and the most parts of K."""
+_TWO_A_PROCESSOR = 264
+_LARGE = 16384
+"""Rows of a weight that give every multiprocessor enough programs of one warp."""
 
 
 class GroupLinears:
@@ -212,14 +214,23 @@ def widths(numbers: torch.Tensor) -> list[tuple[int, int, int]]:
 def choose(band: int, out_features: int, in_features: int, num_bits: int) -> SmallGemmConfig:
     """The configuration for up to `band` rows, one of `ROW_BANDS`: a number of rows and those it is
     padded to in a recorded step share it, so padding changes no bit of a row."""
-    if band <= _MOST_GEMV_ROWS:
-        return SmallGemmConfig("gemv", band, 4, 64, 2)
+    if band == 1:
+        is_large = out_features >= _LARGE
+        return SmallGemmConfig("gemv", 1, *((4, 32, 1) if is_large else (2, 128, 4)))
+    block_m = max(_LEAST_ROWS, band)
+    enough, most_splits = _CUTS[block_m]
     tiles, steps = -(-out_features // _BLOCK_N), -(-in_features // stretch(num_bits))
     splits = 1
-    while splits < _MOST_SPLITS and 2 * splits * tiles <= _ENOUGH_PROGRAMS and 4 * splits <= steps:
+    while splits < most_splits and 2 * splits * tiles <= enough and 4 * splits <= steps:
         splits *= 2
-    block_m = max(_LEAST_ROWS, band)
-    num_stages = 4 if block_m == _LEAST_ROWS and num_bits == 4 else 3
-    if band == MAX_ROWS:
-        num_stages = 2
+    num_stages = _num_stages(block_m, num_bits, splits * tiles)
     return SmallGemmConfig("mma", block_m, _BLOCK_N, GROUP.value, 4, num_stages, splits)
+
+
+def _num_stages(block_m: int, num_bits: int, num_programs: int) -> int:
+    """At most 96 KiB of tiles, which fit the shared memory of every GPU that termgen runs on."""
+    if block_m == _LEAST_ROWS:
+        return 4 if num_programs <= _TWO_A_PROCESSOR else 3
+    if num_bits == 8:
+        return 4 if block_m == 32 else 3
+    return 3 if block_m == 32 else 2

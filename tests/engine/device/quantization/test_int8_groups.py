@@ -146,11 +146,15 @@ def test_a_row_that_is_not_finite_shows() -> None:
     assert layer.row_scale.isfinite().tolist() == [True, True, False, True]
 
 
-def test_every_band_has_a_configuration_that_takes_it() -> None:
+def test_every_band_has_a_configuration_that_fits_small_gpus() -> None:
     for n, k in [(28672, 4096), (4096, 14336), (576, 1536), (33, 100)]:
         for num_bits in (4, 8):
             for band in ROW_BANDS:
                 config = choose(band, n, k, num_bits)
                 assert config.block_m >= band
-                assert config.splits == 1 or n < 28672
-                assert config.kind == "gemv" or config.block_k == 32
+                if config.kind == "gemv":
+                    continue
+                assert (config.block_k, config.block_m % 16) == (32, 0)
+                of_x = 2 * config.block_m * 32 * (32 // num_bits)
+                tiles = config.num_stages * (4 * 32 * config.block_n + of_x)
+                assert tiles <= 99 * 1024

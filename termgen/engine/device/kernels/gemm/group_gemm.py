@@ -81,12 +81,18 @@ def _numbers(w, place: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _values(w, pair, place: tl.constexpr, BITS: tl.constexpr):
-    """The weight without its rows' scales, float32, as `w`. pair: [rows, 1]."""
+def _halves(pair, place: tl.constexpr, BITS: tl.constexpr):
+    """The scale of what `_numbers` gives, and the low, float32."""
     within: tl.constexpr = BITS * (place % (16 // BITS))
     factor: tl.constexpr = (17.0 if BITS == 4 else 1.0) / (1 << within)
     scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * factor
-    low = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _values(w, pair, place: tl.constexpr, BITS: tl.constexpr):
+    """The weight without its rows' scales, float32, as `w`. pair: [rows, 1]."""
+    scale, low = _halves(pair, place, BITS)
     return _numbers(w, place, BITS) * scale + low
 
 
@@ -122,7 +128,6 @@ def _gemv_kernel(
         gdc_launch_dependents()
         gdc_wait()
     WORD: tl.constexpr = 32 // BITS
-    FACTOR: tl.constexpr = 17.0 if BITS == 4 else 1.0
     first_row = tl.program_id(0) * BLOCK_N
     # A thread has four words in a row, which are of the same groups. Rows are a loop of their own:
     # in two dimensions a thread's words and scales would be of several rows, and cross threads.
@@ -143,7 +148,6 @@ def _gemv_kernel(
         stretch_of = quad // 8
         first_column = stretch_of * (WORD * GROUP) + quad % 8 * 4
         for place in tl.static_range(WORD):
-            PLACED: tl.constexpr = 1.0 / (1 << (BITS * (place % (16 // BITS))))
             columns = (first_column + place * GROUP)[:, None] + four
             x_sums = ()
             xs = ()
@@ -161,13 +165,12 @@ def _gemv_kernel(
             for r in tl.static_range(BLOCK_N):
                 row = tl.minimum(first_row + r, n - 1)
                 pair = tl.load(pairs_ptr + (stretch_of * WORD + place) * n + row)
-                scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-                low = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-                numbers = _numbers(words[r], place, BITS)  # type: ignore[misc]
+                scale, low = _halves(pair, place, BITS)
+                numbers = _numbers(words[r], place, BITS)
                 for token in tl.static_range(BLOCK_M):
-                    y = sums[r * BLOCK_M + token]  # type: ignore[misc]
-                    y += _sum_of_products(numbers, xs[token]) * (scale * (FACTOR * PLACED))  # type: ignore[misc]
-                    y += low * x_sums[token]  # type: ignore[misc]
+                    y = sums[r * BLOCK_M + token]  # type: ignore[var-annotated]
+                    y += _sum_of_products(numbers, xs[token]) * scale
+                    y += low * x_sums[token]
                     new_sums += (y,)  # type: ignore[assignment]
             sums = new_sums
     for r in tl.static_range(BLOCK_N):
