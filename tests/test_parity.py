@@ -328,39 +328,27 @@ def group_case(family_case: FamilyCase) -> FamilyCase:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
-def test_groups_of_8_bits_equal_their_floats(
-    engines: Engines, group_case: FamilyCase, family: str, name: str
-) -> None:
-    from termgen.engine.device.quantization.int8_groups import GroupLinear
-
-    folder, prompts, expected = group_case(family)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    options = {"quantization": "int8", "skip_tokenizer_init": True, **OPTIONS[name]}
-    if family in WITH_WINDOWS and "num_gpu_blocks_override" in options:
-        options["num_gpu_blocks_override"] = 24  # some of each group
-    engine = engines(folder, device="cuda", **options)
-    model = engine.core.executor._runner.model  # type: ignore[attr-defined]
-    assert any(isinstance(module, GroupLinear) for module in model.modules())
-    for _ in range(2):  # the second time over a warm cache
-        expected.check(run(engine, prompts, params), NUM_TOKENS)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    ("quantization", "case", "layer"),
+    [("fp8", "float8_case", "Float8Linear"), ("int8", "group_case", "GroupLinear")],
+)
 def test_weights_of_8_bits_equal_their_floats(
-    engines: Engines, float8_case: FamilyCase, family: str, name: str
+    request: pytest.FixtureRequest,
+    engines: Engines,
+    quantization: str,
+    case: str,
+    layer: str,
+    family: str,
+    name: str,
 ) -> None:
-    from termgen.engine.device.quantization.float8 import Float8Linear
-
-    folder, prompts, expected = float8_case(family)
+    folder, prompts, expected = request.getfixturevalue(case)(family)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    options = {"quantization": "fp8", "skip_tokenizer_init": True, **OPTIONS[name]}
+    options = {"quantization": quantization, "skip_tokenizer_init": True, **OPTIONS[name]}
     if family in WITH_WINDOWS and "num_gpu_blocks_override" in options:
         options["num_gpu_blocks_override"] = 24  # some of each group
     engine = engines(folder, device="cuda", **options)
     model = engine.core.executor._runner.model  # type: ignore[attr-defined]
     # The float model of these weights gives the same tokens: what runs must be the other one.
-    assert any(isinstance(module, Float8Linear) for module in model.modules())
+    assert any(type(module).__name__ == layer for module in model.modules())
     for _ in range(2):  # the second time over a warm cache
         expected.check(run(engine, prompts, params), NUM_TOKENS)

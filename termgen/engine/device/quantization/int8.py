@@ -25,6 +25,7 @@ from termgen.engine.device.native.int8_blocks import (
     quantize_rows,
 )
 from termgen.engine.device.quantization.affine_blocks import KINDS, affine
+from termgen.engine.device.quantization.gathered_rows import GatheredRows
 from termgen.errors import ConfigError
 
 _MOST_ROWS = 48
@@ -56,49 +57,23 @@ class Int8Linear(nn.Module):
             )
         self._spec = spec
         self._padding = -spec.in_features % BLOCK
-        self._parts: Quantized | None = None
-        """The rows while they are loaded: a matrix is packed with its last one, so few at a time
-        take the memory of both forms."""
-        self._num_missing = spec.out_features
+        self._gathered = GatheredRows(spec.out_features, spec.in_features, spec.device)
         self._blocks: Int8Blocks | None = None
         self._most_rows = -1 if why_unusable() else _MOST_ROWS
 
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
         for rows in torch.split(tensor, max(1, _PART_NUMBERS // tensor.shape[1])):
-            self._take(quantize_rows(self._padded(rows)), first_row)
+            self._add(quantize_rows(self._padded(rows)), first_row)
             first_row += len(rows)
 
     def load_stored(self, rows: StoredRows, first_row: int) -> None:
         assert not self._padding, "blocks of a file are whole"
-        self._take(keep_rows(*affine(rows), len(rows.blocks)), first_row)
+        self._add(keep_rows(*affine(rows), len(rows.blocks)), first_row)
 
-    def _take(self, loaded: Quantized, first_row: int) -> None:
-        """Rows may come in any order, each once."""
-        if self._parts is None:
-            self._parts = self._empty_parts()
-        num_rows = len(loaded.row_scale)
-        for part, rows in zip(self._parts, loaded, strict=True):
-            part[first_row : first_row + num_rows].copy_(rows)
-        self._num_missing -= num_rows
-        assert self._num_missing >= 0, "loaded twice"
-        if not self._num_missing:
-            self._pack(self._parts)
-            self._parts = None
-
-    def _empty_parts(self) -> Quantized:
-        num_rows = self._spec.out_features
-        num_blocks = (self._spec.in_features + self._padding) // BLOCK
-        return Quantized(
-            torch.empty(num_rows, num_blocks * BLOCK, dtype=torch.uint8),
-            torch.empty(num_rows, num_blocks, dtype=torch.float16),
-            torch.empty(num_rows, num_blocks, dtype=torch.float16),
-            torch.empty(num_rows),
-        )
-
-    def _pack(self, parts: Quantized) -> None:
-        # What is not finite shows in the one parameter of floats.
-        is_finite = parts.scale.isfinite().all(1) & parts.low.isfinite().all(1)
-        parts.row_scale.masked_fill_(~is_finite, float("nan"))
+    def _add(self, loaded: Quantized, first_row: int) -> None:
+        parts = self._gathered.add(loaded, first_row)
+        if parts is None:
+            return
         self._blocks = Int8Blocks(parts)
         self.tiles = self._blocks.tiles  # counts as a weight
         self.row_scale = nn.Parameter(self._blocks.row_scale, requires_grad=False)

@@ -34,6 +34,7 @@ from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.triton_ops import SharedWorkspace
 from termgen.engine.device.native.int8_blocks import Quantized, keep_rows, quantize_rows
 from termgen.engine.device.quantization.affine_blocks import KINDS, affine
+from termgen.engine.device.quantization.gathered_rows import GatheredRows
 
 TILE = 32
 """Rows whose numbers have one width."""
@@ -82,15 +83,13 @@ class GroupLinear(nn.Module):
         self._spec = spec
         self._shared = shared
         self._padding = -spec.in_features % GROUP.value
-        self._parts: Quantized | None = None
-        """The rows while they are loaded; a matrix is packed with its last one."""
-        self._num_missing = spec.out_features
+        self._gathered = GatheredRows(spec.out_features, spec.in_features, spec.device)
         self._runs: list[_Run] = []
 
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
         for rows in torch.split(tensor, max(1, _PART_NUMBERS // tensor.shape[1])):
             on_device = rows.to(self._spec.device)
-            self._take(quantize_rows(F.pad(on_device, (0, self._padding))), first_row)
+            self._add(quantize_rows(F.pad(on_device, (0, self._padding))), first_row)
             first_row += len(rows)
 
     def load_stored(self, rows: StoredRows, first_row: int) -> None:
@@ -98,36 +97,13 @@ class GroupLinear(nn.Module):
         row_numbers = rows.blocks[0].numel() * 2  # at most: a byte holds two of four bits
         for blocks in torch.split(rows.blocks, max(1, _PART_NUMBERS // row_numbers)):
             part = affine(StoredRows(rows.kind, blocks.to(self._spec.device)))
-            self._take(keep_rows(*part, len(blocks)), first_row)
+            self._add(keep_rows(*part, len(blocks)), first_row)
             first_row += len(blocks)
 
-    def _take(self, loaded: Quantized, first_row: int) -> None:
-        """Rows may come in any order, each once."""
-        if self._parts is None:
-            self._parts = self._empty_parts()
-        num_rows = len(loaded.row_scale)
-        for part, rows in zip(self._parts, loaded, strict=True):
-            part[first_row : first_row + num_rows].copy_(rows)
-        self._num_missing -= num_rows
-        assert self._num_missing >= 0, "loaded twice"
-        if not self._num_missing:
-            self._pack(self._parts)
-            self._parts = None
-
-    def _empty_parts(self) -> Quantized:
-        num_rows, device = self._spec.out_features, self._spec.device
-        num_groups = (self._spec.in_features + self._padding) // GROUP.value
-        return Quantized(
-            torch.empty(num_rows, num_groups * GROUP.value, dtype=torch.uint8, device=device),
-            torch.empty(num_rows, num_groups, dtype=torch.float16, device=device),
-            torch.empty(num_rows, num_groups, dtype=torch.float16, device=device),
-            torch.empty(num_rows, device=device),
-        )
-
-    def _pack(self, parts: Quantized) -> None:
-        # What is not finite shows in the one parameter of floats.
-        is_finite = parts.scale.isfinite().all(1) & parts.low.isfinite().all(1)
-        parts.row_scale.masked_fill_(~is_finite, float("nan"))
+    def _add(self, loaded: Quantized, first_row: int) -> None:
+        parts = self._gathered.add(loaded, first_row)
+        if parts is None:
+            return
         self.row_scale = nn.Parameter(parts.row_scale, requires_grad=False)
         for first, end, num_bits in widths(parts.numbers):
             columns = (end - first, self._spec.in_features)

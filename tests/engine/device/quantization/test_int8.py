@@ -249,12 +249,12 @@ def test_few_matrices_exist_in_both_forms_while_a_model_is_loaded(
 
     def count(_: float) -> None:
         nonlocal most
-        most = max(most, sum(layer._parts is not None for layer in layers))
+        most = max(most, sum(layer._gathered._parts is not None for layer in layers))
 
     load_weights(model, checkpoint, progress=count)
     checkpoint.close()
     # The files are in alphabetical order: of two fused matrices, parts are still to come.
-    assert 1 <= most <= 2 < len(layers) and all(layer._parts is None for layer in layers)
+    assert 1 <= most <= 2 < len(layers) and all(layer._gathered._parts is None for layer in layers)
     with pytest.raises(AssertionError, match="not all rows"):
         build(load_model_config(folder), quantization="int8").finalize()
 

@@ -25,6 +25,7 @@ from termgen.engine.device.kernels.gemm.small_gemm import (
     SmallGemmWorkspace,
     prefetch_plan,
     prefetch_weight,
+    split_buffers,
 )
 from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 from termgen.engine.device.kernels.launch import dot_precision, pdl_options
@@ -390,11 +391,7 @@ def float8_gemm(
         _gemv_kernel[(tiles,)](x, words, bias, scale, out, *sizes, **options)
         return out
     assert config.kind == "mma" and config.block_k == RUN.value, config
-    partial = arrivals = None
-    if config.splits > 1:
-        assert workspace is not None, "K is cut, so there must be a workspace"
-        partial, arrivals = workspace.partial, workspace.arrivals
-        assert partial.numel() >= config.partial_values(n) and arrivals.numel() >= tiles
+    partial, arrivals = split_buffers(config, n, workspace)
     options |= {"SPLITS": config.splits, "PRECISION": dot_precision(x.dtype)}
     _mma_kernel[(tiles, config.splits)](
         x, words, bias, scale, out, partial, arrivals, *sizes, **options

@@ -30,6 +30,7 @@ from termgen.engine.device.kernels.gemm.small_gemm import (
     SmallGemmWorkspace,
     prefetch_plan,
     prefetch_weight,
+    split_buffers,
 )
 from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 from termgen.engine.device.kernels.launch import dot_precision, pdl_options
@@ -94,12 +95,6 @@ def _values(w, pair, place: tl.constexpr, BITS: tl.constexpr):
     """The weight without its rows' scales, float32, as `w`. pair: [rows, 1]."""
     scale, low = _halves(pair, place, BITS)
     return _numbers(w, place, BITS) * scale + low
-
-
-@triton.jit
-def _sum_of_products(numbers, x):
-    """[words, 4] each -> [words]: a thread has the four."""
-    return tl.sum(numbers * x, axis=1)
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_stride"])
@@ -169,7 +164,7 @@ def _gemv_kernel(
                 numbers = _numbers(words[r], place, BITS)
                 for token in tl.static_range(BLOCK_M):
                     y = sums[r * BLOCK_M + token]  # type: ignore[var-annotated]
-                    y += _sum_of_products(numbers, xs[token]) * scale
+                    y += tl.sum(numbers * xs[token], axis=1) * scale
                     y += low * x_sums[token]
                     new_sums += (y,)  # type: ignore[assignment]
             sums = new_sums
@@ -370,11 +365,7 @@ def group_gemm(
         )
         return out
     row_bytes, threads = prefetch_plan(config, num_words, words)
-    partial = arrivals = None
-    if config.splits > 1:
-        assert workspace is not None, "K is cut, so there must be a workspace"
-        partial, arrivals = workspace.partial, workspace.arrivals
-        assert partial.numel() >= config.partial_values(n) and arrivals.numel() >= tiles
+    partial, arrivals = split_buffers(config, n, workspace)
     options |= {
         "SPLITS": config.splits,
         "NUM_STAGES": config.num_stages,

@@ -405,11 +405,7 @@ def _launch_mma(
 ) -> None:
     n = weight.shape[0]
     tiles = config.tiles(n)
-    partial = arrivals = None
-    if config.splits > 1:
-        assert workspace is not None, "K is cut, so there must be a workspace"
-        partial, arrivals = workspace.partial, workspace.arrivals
-        assert partial.numel() >= config.partial_values(n) and arrivals.numel() >= tiles
+    partial, arrivals = split_buffers(config, n, workspace)
     _mma_kernel[(tiles, config.splits)](
         x,
         weight,
@@ -458,6 +454,18 @@ def are_words(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if x.element_size() != 2 or x.shape[1] % 2 or (x.shape[0] > 1 and x.stride(0) % 2):
         return False
     return x.storage_offset() % 2 == 0 and weight.storage_offset() % 2 == 0
+
+
+def split_buffers(
+    config: SmallGemmConfig, n: int, workspace: SmallGemmWorkspace | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The parts' sums and their arrivals, if programs share the K of a tile."""
+    if config.splits == 1:
+        return None, None
+    assert workspace is not None, "K is cut, so there must be a workspace"
+    partial, arrivals = workspace.partial, workspace.arrivals
+    assert partial.numel() >= config.partial_values(n) and arrivals.numel() >= config.tiles(n)
+    return partial, arrivals
 
 
 def prefetch_plan(config: SmallGemmConfig, k: int, weight: torch.Tensor) -> tuple[int, int]:
