@@ -102,3 +102,31 @@ def test_blocks_that_no_method_keeps_become_numbers(folder: Path, tmp_path: Path
     path = write_model(folder, tmp_path / "m.gguf", arch="llama", quant=Q.Q8_0)
     model: Any = load(path)
     assert not int8_layers(model) and model.layers[0].qkv_proj.method.kinds == frozenset()
+
+
+@pytest.mark.gpu
+def test_a_file_keeps_both_widths_on_a_gpu(
+    tiny_model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Through the engine, beside the same file on a CPU."""
+    from termgen.config import EngineConfig
+    from termgen.engine.device.quantization.int8_groups import GroupLinear
+    from termgen.engine.loop.engine import SyncEngine
+
+    folder = tiny_model_dir("llama", hidden_size=128, intermediate_size=256)
+    path = write_model(
+        folder, tmp_path / "m.gguf", arch="llama", quant=Q.Q4_1, quants={"v_proj": Q.Q8_0}
+    )
+    on_cpu = [x for x in int8_layers(load(path, quantization="int8")) if x._blocks]
+    engine = SyncEngine(
+        EngineConfig(model=str(path), device="cuda", quantization="int8", skip_tokenizer_init=True)
+    )
+    model = engine.core.executor._runner.model  # type: ignore[attr-defined]
+    on_gpu = [x for x in model.modules() if isinstance(x, GroupLinear)]
+    widths = [[run.num_bits for run in layer._runs] for layer in on_gpu]
+    assert widths == [[run.num_bits for run in x._blocks.runs] for x in on_cpu if x._blocks]
+    assert widths.count([4, 8]) == text_config(folder)["num_hidden_layers"]
+    for own, other in zip(on_gpu, on_cpu, strict=True):
+        ids = torch.arange(own._spec.out_features)
+        rows, expected = own.embed(ids.cuda()).float().cpu(), other.embed(ids)
+        assert torch.allclose(rows, expected, rtol=2**-7, atol=1e-3 * float(expected.abs().max()))
