@@ -15,20 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from termgen.engine.device.kernels.gemm.group_gemm import (
-    GROUP,
-    group_gemm,
-    pack,
-    pack_pairs,
-    stretch,
-    widen,
-)
+from termgen.engine.device.kernels.gemm.group_gemm import group_gemm, pack, pack_pairs, widen
+from termgen.engine.device.kernels.gemm.group_gemv import GROUP
 from termgen.engine.device.kernels.gemm.small_gemm_config import (
     MAX_ROWS,
     ROW_BANDS,
     SmallGemmConfig,
     band_of,
 )
+from termgen.engine.device.kernels.launch import shared_bytes
 from termgen.engine.device.layers.linear import LinearMethod, LinearSpec
 from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.triton_ops import SharedWorkspace
@@ -45,11 +40,12 @@ _PART_NUMBERS = 2**26
 # Chosen on an H200, on the products of Llama 3.1 8B.
 _LEAST_ROWS = 16
 _BLOCK_N = 128
-_CUTS = {16: (1024, 8), 32: (264, 8), 64: (264, 4)}
-"""Rows of x -> programs that are enough, so that K is cut no further, and the most parts of K."""
-_TWO_A_PROCESSOR = 264
-_LARGE = 16384
-"""Rows of a weight that give every multiprocessor enough programs of one warp."""
+_ENOUGH = 264
+"""Programs, two for each multiprocessor: K is cut no further."""
+_SPARE_BYTES = 2048
+"""Shared memory for all but the tiles."""
+_MOST_SPLITS = {16: 8, 32: 8, 64: 4}
+"""Rows of x -> the most parts of K."""
 
 
 class GroupLinears:
@@ -107,12 +103,10 @@ class GroupLinear(nn.Module):
         self.row_scale = nn.Parameter(parts.row_scale, requires_grad=False)
         for first, end, num_bits in widths(parts.numbers):
             columns = (end - first, self._spec.in_features)
-            padding = -parts.numbers.shape[1] % stretch(num_bits)
-            numbers = F.pad(parts.numbers[first:end], (0, padding))
-            halves = (F.pad(part[first:end], (0, padding // GROUP.value)) for part in parts[1:3])
-            words = nn.Parameter(pack(numbers, num_bits), requires_grad=False)
+            words = nn.Parameter(pack(parts.numbers[first:end], num_bits), requires_grad=False)
+            halves = (part[first:end] for part in parts[1:3])
             pairs = nn.Parameter(pack_pairs(*halves), requires_grad=False)
-            configs = {band: choose(band, *columns, num_bits) for band in ROW_BANDS}
+            configs = {band: choose(band, *columns, num_bits, self._spec) for band in ROW_BANDS}
             for config in configs.values():
                 self._shared.reserve(config, end - first)
             run = _Run(first, end, num_bits, words, pairs, configs)
@@ -187,26 +181,28 @@ def widths(numbers: torch.Tensor) -> list[tuple[int, int, int]]:
     return runs if len(runs) <= _MOST_RUNS else [(0, num_rows, 8)]
 
 
-def choose(band: int, out_features: int, in_features: int, num_bits: int) -> SmallGemmConfig:
+def choose(
+    band: int, out_features: int, in_features: int, num_bits: int, spec: LinearSpec
+) -> SmallGemmConfig:
     """The configuration for up to `band` rows, one of `ROW_BANDS`: a number of rows and those it is
-    padded to in a recorded step share it, so padding changes no bit of a row."""
-    if band == 1:
-        is_large = out_features >= _LARGE
-        return SmallGemmConfig("gemv", 1, *((4, 32, 1) if is_large else (2, 128, 4)))
+    padded to in a recorded step share it, so padding changes no bit of a row. spec: of the layer,
+    whose type and device count."""
+    groups = -(-in_features // GROUP.value)
+    # Integers of 16 bits would lose a third of float32.
+    if band == 1 and spec.dtype.itemsize == 2:
+        if num_bits == 4:
+            return SmallGemmConfig("gemv", 1, 8, 128, 4)
+        return SmallGemmConfig("gemv", 1, *((8, 64, 2) if groups % 128 else (4, 128, 4)))
     block_m = max(_LEAST_ROWS, band)
-    enough, most_splits = _CUTS[block_m]
-    tiles, steps = -(-out_features // _BLOCK_N), -(-in_features // stretch(num_bits))
-    splits = 1
-    while splits < most_splits and 2 * splits * tiles <= enough and 4 * splits <= steps:
+    tiles, splits = -(-out_features // _BLOCK_N), 1
+    while splits < _MOST_SPLITS[block_m] and 2 * splits * tiles <= _ENOUGH:
         splits *= 2
-    num_stages = _num_stages(block_m, num_bits, splits * tiles)
-    return SmallGemmConfig("mma", block_m, _BLOCK_N, GROUP.value, 4, num_stages, splits)
-
-
-def _num_stages(block_m: int, num_bits: int, num_programs: int) -> int:
-    """At most 96 KiB of tiles, which fit the shared memory of every GPU that termgen runs on."""
-    if block_m == _LEAST_ROWS:
-        return 4 if num_programs <= _TWO_A_PROCESSOR else 3
-    if num_bits == 8:
-        return 4 if block_m == 32 else 3
-    return 3 if block_m == 32 else 2
+    is_small = block_m == _LEAST_ROWS
+    block_k = 8 if is_small and splits > 1 and num_bits == 4 else 4
+    while splits > 1 and splits * 2 * block_k > groups:
+        splits //= 2
+    tile_bytes = block_k * (_BLOCK_N * (4 * num_bits + 4) + block_m * 32 * spec.dtype.itemsize)
+    most_stages = (shared_bytes(spec.device) - _SPARE_BYTES) // tile_bytes
+    num_stages = max(1, min(most_stages, 3 if splits > 1 else 4))
+    num_warps = 4 if is_small and num_bits == 8 else 8
+    return SmallGemmConfig("mma", block_m, _BLOCK_N, block_k, num_warps, num_stages, splits)

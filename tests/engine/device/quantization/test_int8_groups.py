@@ -146,15 +146,23 @@ def test_a_row_that_is_not_finite_shows() -> None:
     assert layer.row_scale.isfinite().tolist() == [True, True, False, True]
 
 
-def test_every_band_has_a_configuration_that_fits_small_gpus() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_band_has_a_configuration_that_fits_small_gpus(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(int8_groups, "shared_bytes", lambda device: 99 * 1024)
     for n, k in [(28672, 4096), (4096, 14336), (576, 1536), (33, 100)]:
+        spec = LinearSpec(k, n, dtype, torch.device("cpu"), is_looked_up=True)
         for num_bits in (4, 8):
             for band in ROW_BANDS:
-                config = choose(band, n, k, num_bits)
+                config = choose(band, n, k, num_bits, spec)
                 assert config.block_m >= band
+                assert (config.kind == "gemv") == (band == 1 and dtype == torch.bfloat16)
                 if config.kind == "gemv":
+                    assert config.block_n % 4 == 0
                     continue
-                assert (config.block_k, config.block_m % 16) == (32, 0)
-                of_x = 2 * config.block_m * 32 * (32 // num_bits)
-                tiles = config.num_stages * (4 * 32 * config.block_n + of_x)
-                assert tiles <= 99 * 1024
+                columns = config.block_k * 32
+                of_x = dtype.itemsize * config.block_m * columns
+                of_w = config.block_n * (columns * num_bits // 8 + 4 * config.block_k)
+                assert 1 <= config.num_stages and config.num_stages * (of_x + of_w) <= 97 * 1024
+                assert config.splits == 1 or 2 * config.splits * config.block_k <= -(-k // 32)

@@ -468,16 +468,19 @@ def split_buffers(
     return partial, arrivals
 
 
-def prefetch_plan(config: SmallGemmConfig, k: int, weight: torch.Tensor) -> tuple[int, int]:
-    """(bytes of each row of a tile to prefetch, threads that do so); (0, 0) for none."""
-    item = weight.element_size()
+def prefetch_plan(
+    config: SmallGemmConfig, k: int, weight: torch.Tensor, unit: int = 1
+) -> tuple[int, int]:
+    """(bytes of each row of a tile to prefetch, threads that do so); (0, 0) for none. unit: items
+    of the weight that `block_k` counts."""
+    item, block_k = weight.element_size(), config.block_k * unit
     if k * item % _PREFETCH_ALIGNMENT or weight.data_ptr() % _PREFETCH_ALIGNMENT:
         return 0, 0
     if config.kind == "gemv":
         # A first tile that is held is loaded, not prefetched.
-        run = k - config.block_k if config.num_stages == 1 else k
+        run = k - block_k if config.num_stages == 1 else k
     else:
-        run = min(k, -(-k // (config.block_k * config.splits)) * config.block_k)
+        run = min(k, -(-k // (block_k * config.splits)) * block_k)
     row_bytes = min(run * item, config.prefetch_bytes // config.block_n)
     row_bytes -= row_bytes % _PREFETCH_ALIGNMENT
     if row_bytes <= 0:
