@@ -142,11 +142,7 @@ class GroupLinear(nn.Module):
         for run in self._runs:
             for first in range(run.first, run.end, step):
                 end = min(first + step, run.end)
-                part = slice(first - run.first, end - run.first)
-                weight = widen(
-                    *(run.words[part], run.pairs[:, part], self.row_scale[first:end]),
-                    *(spec.in_features, x.dtype, run.num_bits),
-                )
+                weight = self._widen(run, slice(first - run.first, end - run.first), x.dtype)
                 torch.mm(x, weight.T, out=out[:, first:end])
         if bias is not None:
             out += bias
@@ -156,14 +152,17 @@ class GroupLinear(nn.Module):
         found = None
         for run in self._runs:
             place = (ids - run.first).clamp(0, run.end - run.first - 1)
-            rows = widen(
-                *(run.words[place], run.pairs[:, place], self.row_scale[run.first + place]),
-                *(self._spec.in_features, self._spec.dtype, run.num_bits),
-            )
+            rows = self._widen(run, place, self._spec.dtype)
             is_here = (ids >= run.first)[:, None]
             found = rows if found is None else torch.where(is_here, rows, found)
         assert found is not None, "not finalized"
         return found
+
+    def _widen(self, run: _Run, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of a run, counted from its first."""
+        row_scale = self.row_scale[run.first : run.end]
+        num_columns = self._spec.in_features
+        return widen(run.words, run.pairs, row_scale, num_columns, dtype, run.num_bits, rows)
 
 
 def widths(numbers: torch.Tensor) -> list[tuple[int, int, int]]:
@@ -190,9 +189,7 @@ def choose(
     groups = -(-in_features // GROUP.value)
     # Integers of 16 bits would lose a third of float32.
     if band == 1 and spec.dtype.itemsize == 2:
-        if num_bits == 4:
-            return SmallGemmConfig("gemv", 1, 8, 128, 4)
-        return SmallGemmConfig("gemv", 1, *((8, 64, 2) if groups % 128 else (4, 128, 4)))
+        return SmallGemmConfig("gemv", 1, 8 if num_bits == 4 else 4, 128, 4)
     block_m = max(_LEAST_ROWS, band)
     tiles, splits = -(-out_features // _BLOCK_N), 1
     while splits < _MOST_SPLITS[block_m] and 2 * splits * tiles <= _ENOUGH:

@@ -7,7 +7,8 @@ Scale and low are those of 32 columns of a row, float16; a row's scale is a powe
     words   [N, K * bits / 32] int32: a group has 8 or 16 elements of 16 bits, one after another.
             Element e has 4 or 2 numbers, the first in its lowest bits: number i is that of column
             8 * i + e or 16 * i + e
-    pairs   [K / 32, N] int32: a group's scale in the lower half, its low in the upper
+    pairs   [N / 4, K / 32, 4] int32: a group's scale in the lower half, its low in the upper, of
+            four rows side by side
 
 So the elements in a thread's registers become operands of the matrix units, each of which meets x
 of columns in a run of 8 or 16, and the bytes of a word are those of one group. Numbers of 4 bits
@@ -29,7 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.gemm.float8_gemm import sum_of_parts
-from termgen.engine.device.kernels.gemm.group_gemv import COARSE, GROUP, gemv_kernel
+from termgen.engine.device.kernels.gemm.group_gemv import COARSE, GROUP, ROWS, gemv_kernel
 from termgen.engine.device.kernels.gemm.small_gemm import (
     SmallGemmWorkspace,
     prefetch_plan,
@@ -56,9 +57,10 @@ def pack(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def pack_pairs(scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """scale, low [N, K / GROUP] float16 -> [K / GROUP, N] int32."""
+    """scale, low [N, K / GROUP] float16 -> [N / ROWS, K / GROUP, ROWS] int32, N filled up."""
     pairs = torch.stack((scale, low), -1).view(torch.int32)[..., 0]
-    return pairs.T.contiguous()
+    pairs = F.pad(pairs, (0, 0, 0, -len(pairs) % ROWS.value))
+    return pairs.view(-1, ROWS.value, pairs.shape[1]).transpose(1, 2).contiguous()
 
 
 @triton.jit
@@ -203,7 +205,8 @@ def _mma_kernel(
     tokens = tl.arange(0, BLOCK_M)
     is_token = (tokens < num_rows)[:, None]
     w_at = w_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * (num_groups * ELEMENTS)
-    pairs_at = pairs_ptr + rows[:, None]  # a run of them: with `minimum` it would not be seen
+    # A thirty-second of the weight's size: no overflow. With `minimum` no run would be seen.
+    pairs_at = pairs_ptr + (rows // ROWS * (num_groups * ROWS) + rows % ROWS)[:, None]
     x_at = x_ptr + tokens[:, None] * x_stride
     row_scale = tl.load(row_scale_ptr + rows, mask=rows < n, other=0.0)
     if USE_PDL:
@@ -220,17 +223,17 @@ def _mma_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(first_group, end_group, BLOCK_K, num_stages=NUM_STAGES):
         groups = start + tl.arange(0, BLOCK_K)[None, :]
-        # A thirty-second of the weight's size: no overflow.
-        pair_at = pairs_at + groups * n
         at = w_at + (start * ELEMENTS + elements)
         if EVEN_K:
             w = tl.load(at, eviction_policy="evict_first")
-            pair = tl.load(pair_at, mask=is_row, other=0)
+            pair = tl.load(
+                pairs_at + groups * ROWS, mask=is_row, other=0, eviction_policy="evict_first"
+            )
         else:
-            is_group = groups < num_groups
             is_element = elements < (num_groups - start) * ELEMENTS
             w = tl.load(at, mask=is_element, other=0, eviction_policy="evict_first")
-            pair = tl.load(pair_at, mask=is_row & is_group, other=0)
+            is_group = is_row & (groups < num_groups)
+            pair = tl.load(pairs_at + groups * ROWS, mask=is_group, other=0)
         scale, low = _scale_and_low(pair, BITS)
         wide_scale, wide_low = _over_elements(scale, ELEMENTS), _over_elements(low, ELEMENTS)
         numbers = _raised_numbers(w, BITS, USE_PTX)
@@ -260,61 +263,73 @@ def _mma_kernel(
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "first_row"])
 def _widen_kernel(
     w_ptr,
     pairs_ptr,
     row_scale_ptr,
+    ids_ptr,
     out_ptr,
-    n,
+    num_rows,
+    first_row,
     k,
     num_groups,
-    pairs_stride,
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):
     ELEMENTS: tl.constexpr = 2 * BITS
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    own = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    is_row = own < num_rows
+    if ids_ptr is None:
+        rows = (own + first_row).to(tl.int64)
+    else:
+        rows = tl.load(ids_ptr + own, mask=is_row, other=0).to(tl.int64)
     start = tl.program_id(1) * BLOCK_K
     groups = start + tl.arange(0, BLOCK_K)[None, :]
     elements = tl.arange(0, BLOCK_K * ELEMENTS)[None, :]
-    is_row = rows < n
     is_element = is_row & (elements < (num_groups - start) * ELEMENTS)
-    at = w_ptr + rows.to(tl.int64) * (num_groups * ELEMENTS) + start * ELEMENTS + elements
+    at = w_ptr + rows * (num_groups * ELEMENTS) + start * ELEMENTS + elements
     w = tl.load(at, mask=is_element, other=0)
-    is_pair = is_row & (groups < num_groups)
-    pair = tl.load(pairs_ptr + groups * pairs_stride + rows, mask=is_pair, other=0)
+    pairs_at = pairs_ptr + (rows // ROWS * num_groups + groups) * ROWS + rows % ROWS
+    pair = tl.load(pairs_at, mask=is_row & (groups < num_groups), other=0)
     scale, low = _scale_and_low(pair, BITS)
     row_scale = tl.load(row_scale_ptr + rows, mask=is_row, other=0.0)
     numbers = _raised_numbers(w, BITS, USE_PTX)
     wide_scale, wide_low = _over_elements(scale, ELEMENTS), _over_elements(low, ELEMENTS)
     columns = start * GROUP + elements // ELEMENTS * GROUP + elements % ELEMENTS
     for place in tl.static_range(16 // BITS):
-        value = (numbers[place] - _height(place, BITS)) * wide_scale + wide_low
-        own = columns + place * ELEMENTS
-        out_at = out_ptr + rows.to(tl.int64) * k + own
-        tl.store(out_at, (value * row_scale).to(out_ptr.dtype.element_ty), mask=is_row & (own < k))
+        value = ((numbers[place] - _height(place, BITS)) * wide_scale + wide_low) * row_scale
+        at = columns + place * ELEMENTS
+        out_at = out_ptr + own.to(tl.int64) * k + at
+        tl.store(out_at, value.to(out_ptr.dtype.element_ty), mask=is_row & (at < k))
 
 
 def widen(
     words: torch.Tensor,  # [N, words of a row] int32, from `pack`
-    pairs: torch.Tensor,  # [groups of a row, N] int32, its columns dense
+    pairs: torch.Tensor,  # [N / ROWS, groups of a row, ROWS] int32, from `pack_pairs`
     row_scale: torch.Tensor,  # [N] float32
     num_columns: int,  # K
     dtype: torch.dtype,
     num_bits: int,
-) -> torch.Tensor:  # [N, K]
-    """The weight in a wider type."""
-    n, num_groups = len(words), len(pairs)
-    assert pairs.shape[1] == n and pairs.stride(1) == 1, (pairs.shape, pairs.stride())
-    assert words.shape[1] == num_groups * num_bits, (words.shape, num_groups)
-    out = torch.empty(n, num_columns, dtype=dtype, device=words.device)
-    if n:
-        _widen_kernel[(-(-n // _WIDEN_ROWS), -(-num_groups // _WIDEN_GROUPS))](
-            *(words.view(torch.int16), pairs, row_scale, out),
-            *(n, num_columns, num_groups, pairs.stride(0)),
+    rows: slice | torch.Tensor,  # [M], integers
+) -> torch.Tensor:  # [M, K]
+    """Rows of the weight in a wider type."""
+    num_groups = pairs.shape[1]
+    assert words.shape[1] == num_groups * num_bits, (words.shape, pairs.shape)
+    assert words.is_contiguous() and pairs.is_contiguous(), (words.stride(), pairs.stride())
+    if isinstance(rows, slice):
+        first, num_rows, ids = rows.start, rows.stop - rows.start, None
+        assert 0 <= first <= rows.stop <= len(words) and rows.step is None, rows
+    else:
+        first, num_rows, ids = 0, len(rows), rows
+        assert not rows.is_floating_point() and rows.is_contiguous(), (rows.dtype, rows.stride())
+    out = torch.empty(num_rows, num_columns, dtype=dtype, device=words.device)
+    if num_rows:
+        _widen_kernel[(-(-num_rows // _WIDEN_ROWS), -(-num_groups // _WIDEN_GROUPS))](
+            *(words.view(torch.int16), pairs, row_scale, ids, out),
+            *(num_rows, first, num_columns, num_groups),
             BITS=num_bits,
             BLOCK_N=_WIDEN_ROWS,
             BLOCK_K=_WIDEN_GROUPS,
@@ -326,7 +341,7 @@ def widen(
 def group_gemm(
     x: torch.Tensor,  # [M, K], its rows dense
     words: torch.Tensor,  # [N, words of a row] int32, from `pack`
-    pairs: torch.Tensor,  # [groups of a row, N] int32, from `pack_pairs`
+    pairs: torch.Tensor,  # [N / ROWS, groups of a row, ROWS] int32, from `pack_pairs`
     row_scale: torch.Tensor,  # [N] float32
     bias: torch.Tensor | None = None,  # [N]
     *,
@@ -342,11 +357,11 @@ def group_gemm(
     dense.
     """
     num_rows, k = x.shape
-    n, num_groups = len(words), len(pairs)
+    n, num_groups = len(words), pairs.shape[1]
     assert words.dtype == torch.int32 and words.is_contiguous(), (words.dtype, words.stride())
     assert num_groups == -(-k // GROUP.value), (k, num_groups)
     assert words.shape[1] == num_groups * num_bits, (words.shape, num_groups)
-    assert pairs.shape == (num_groups, n) and pairs.is_contiguous(), (pairs.shape, pairs.stride())
+    assert len(pairs) == -(-n // ROWS.value) and pairs.is_contiguous(), (n, pairs.shape)
     assert row_scale.shape == (n,), row_scale.shape
     assert x.stride(1) == 1 and num_rows <= config.block_m, (x.stride(), num_rows, config)
     if out is None:
@@ -355,12 +370,8 @@ def group_gemm(
     if not num_rows:
         return out
     is_gemv = config.kind == "gemv"
-    elements = words if is_gemv else words.view(torch.int16)
-    a_group = elements.shape[1] // num_groups
-    row_bytes, threads = prefetch_plan(config, elements.shape[1], elements, a_group)
     # The stride of a lone row must not choose a variant.
     x_stride, out_stride = (x.stride(0), out.stride(0)) if num_rows > 1 else (k, n)
-    sizes = (num_rows, n, k, num_groups, x_stride, row_bytes, out_stride)
     options: dict[str, Any] = {
         "BITS": num_bits,
         "BLOCK_M": config.block_m,
@@ -368,23 +379,31 @@ def group_gemm(
         "BLOCK_K": config.block_k,
         "EVEN_K": k % (GROUP.value if is_gemv else GROUP.value * config.block_k) == 0,
         "HAS_BIAS": bias is not None,
-        "PREFETCH_THREADS": threads,
         "USE_PTX": x.is_cuda,
         "num_warps": config.num_warps,
         **pdl_options(x.device, enabled=pdl),
     }
     tiles = config.tiles(n)
     if is_gemv:
-        gemv_kernel[(tiles,)](x, words, pairs, bias, row_scale, out, *sizes, **options)
+        gemv_kernel[(tiles,)](
+            *(x, words, pairs, bias, row_scale, out),
+            *(num_rows, n, k, num_groups, x_stride, out_stride),
+            **options,
+        )
         return out
+    elements = words.view(torch.int16)
+    row_bytes, threads = prefetch_plan(config, elements.shape[1], elements, 2 * num_bits)
     partial, arrivals = split_buffers(config, n, workspace)
     options |= {
         "SPLITS": config.splits,
         "NUM_STAGES": config.num_stages,
         "PRECISION": dot_precision(x.dtype),
+        "PREFETCH_THREADS": threads,
     }
     _mma_kernel[(tiles, config.splits)](
-        x, elements, pairs, bias, row_scale, out, partial, arrivals, *sizes, **options
+        *(x, elements, pairs, bias, row_scale, out, partial, arrivals),
+        *(num_rows, n, k, num_groups, x_stride, row_bytes, out_stride),
+        **options,
     )
     return out
 
@@ -398,11 +417,12 @@ def group_gemm_reference(
     *,
     num_bits: int,
 ) -> torch.Tensor:
-    n, num_groups = len(words), len(pairs)
+    n, num_groups = len(words), pairs.shape[1]
     bytes_ = words.view(torch.uint8).view(n, num_groups, -1, 2).transpose(2, 3)
     if num_bits == 4:
         bytes_ = torch.stack((bytes_ & 15, bytes_ >> 4), 3).flatten(2, 3) * COARSE.value
     numbers = bytes_.reshape(n, num_groups, GROUP.value).to(x.dtype)
-    scale, low = pairs.T.contiguous().view(torch.float16).view(n, -1, 2).to(x.dtype).unbind(2)
+    halves = pairs.transpose(1, 2).flatten(0, 1)[:n].contiguous().view(torch.float16)
+    scale, low = halves.view(n, num_groups, 2).to(x.dtype).unbind(2)
     weight = (numbers * scale[..., None] + low[..., None]).flatten(1)[:, : x.shape[1]]
     return F.linear(x, weight * row_scale[:, None].to(x.dtype), bias)

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from termgen.engine.device.kernels.gemm.small_gemm import prefetch_weight
-
 GROUP: tl.constexpr = tl.constexpr(32)
 """Columns that share a scale."""
+ROWS: tl.constexpr = tl.constexpr(4)
+"""Rows of a weight whose scales lie side by side."""
 COARSE: tl.constexpr = tl.constexpr(17)
 """Levels of 8 bits between those of 4."""
 _LARGEST: tl.constexpr = tl.constexpr(32767.0)
@@ -150,10 +150,10 @@ def _tile(
         for half in tl.static_range(HALVES):
             words += (tl.load(at + 4 * half, eviction_policy="evict_first"),)  # type: ignore[assignment]
     pairs = ()
-    for r in tl.static_range(0, BLOCK_N, 4):
-        rows = first_row + r + tl.arange(0, 4)[None, :]
-        pair = tl.load(pairs_ptr + groups[:, None] * n + rows, mask=rows < n, other=0)
-        pairs += _four(pair)
+    for r in tl.static_range(0, BLOCK_N, ROWS):
+        block = tl.minimum(first_row + r, n - 1) // ROWS
+        at = pairs_ptr + (block * num_groups + groups[:, None]) * ROWS + tl.arange(0, ROWS)[None, :]
+        pairs += _four(tl.load(at, eviction_policy="evict_first"))
     return words, pairs
 
 
@@ -201,7 +201,7 @@ def _add(
     return new_sums
 
 
-@triton.jit(do_not_specialize=["num_rows", "row_bytes", "out_stride"])
+@triton.jit(do_not_specialize=["num_rows", "out_stride"])
 def gemv_kernel(
     x_ptr,
     w_ptr,
@@ -214,7 +214,6 @@ def gemv_kernel(
     k,
     num_groups,
     x_stride,
-    row_bytes,
     out_stride,
     BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -222,7 +221,6 @@ def gemv_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    PREFETCH_THREADS: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -230,11 +228,6 @@ def gemv_kernel(
     groups = tl.arange(0, BLOCK_K)
     if USE_PDL:
         gdc_launch_dependents()
-        if PREFETCH_THREADS > 0:
-            prefetch_weight(
-                *(w_ptr, first_row, BLOCK_K * BITS, n, num_groups * BITS, row_bytes),
-                *(BLOCK_N, PREFETCH_THREADS),
-            )
     words, pairs = _tile(w_ptr, pairs_ptr, first_row, groups, n, num_groups, BITS, BLOCK_N)
     if USE_PDL:
         gdc_wait()
@@ -257,8 +250,8 @@ def gemv_kernel(
         *(sums, words, pairs, x_ptr, groups, num_rows, k, num_groups, x_stride),
         *(BITS, BLOCK_M, BLOCK_N, EVEN_K, USE_PTX),
     )
-    for r in tl.static_range(0, BLOCK_N, 4):
-        rows = first_row + r + tl.arange(0, 4)
+    for r in tl.static_range(0, BLOCK_N, ROWS):
+        rows = first_row + r + tl.arange(0, ROWS)
         row_scale = tl.load(row_scale_ptr + rows, mask=rows < n, other=0.0)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)
@@ -266,7 +259,7 @@ def gemv_kernel(
             # One sum over threads for four rows.
             a = tl.join(sums[token * BLOCK_N + r], sums[token * BLOCK_N + r + 2])
             b = tl.join(sums[token * BLOCK_N + r + 1], sums[token * BLOCK_N + r + 3])
-            y = tl.sum(tl.reshape(tl.join(a, b), [BLOCK_K, 4]), axis=0) * row_scale
+            y = tl.sum(tl.reshape(tl.join(a, b), [BLOCK_K, ROWS]), axis=0) * row_scale
             if HAS_BIAS:
                 y += bias
             at = out_ptr + token * out_stride + rows

@@ -66,6 +66,14 @@ def workspace_of(config: SmallGemmConfig, n: int, device: str) -> SmallGemmWorks
     return workspace
 
 
+def test_scales_of_four_rows_lie_side_by_side() -> None:
+    scale = torch.arange(10.0).view(5, 2).half()
+    halves = pack_pairs(scale, -scale).view(torch.float16)
+    assert halves.shape == (2, 2, 8)
+    assert halves[0, 1].tolist() == [1, -1, 3, -3, 5, -5, 7, -7]
+    assert halves[1, 0].tolist() == [8, -8, 0, 0, 0, 0, 0, 0]
+
+
 def test_an_element_has_numbers_of_one_group() -> None:
     numbers = torch.arange(64, dtype=torch.uint8).expand(2, 64).contiguous()
     first = pack(numbers, 8).view(torch.uint8)[0].tolist()
@@ -81,18 +89,17 @@ def test_widening_rounds_once(device: str, num_bits: int, n: int, k: int) -> Non
     rows = random_rows(n, k, num_bits)
     words, pairs, row_scale = weight_of(rows, num_bits, device)
     expected = dequantize(rows)[:, :k]
-    wide = widen(words, pairs, row_scale, k, torch.float32, num_bits).cpu()
+    weight, every = (words, pairs, row_scale, k), slice(0, n)
+    wide = widen(*weight, torch.float32, num_bits, every).cpu()
     # The multiplication and the addition may be one operation.
     assert ((wide - expected).abs() <= 2**-23 * 4 * row_scale.cpu()[:, None]).all()
     for dtype in (torch.float16, torch.bfloat16):
-        half = widen(words, pairs, row_scale, k, dtype, num_bits).cpu()
+        half = widen(*weight, dtype, num_bits, every).cpu()
         if device == "cuda" or dtype == torch.float16:  # the interpreter cuts bfloat16 off
             assert torch.equal(half, wide.to(dtype))
-    some = torch.tensor([3, 0, n - 1], device=device)
-    rows_of = widen(words[some], pairs[:, some], row_scale[some], k, torch.bfloat16, num_bits)
-    assert torch.equal(rows_of.cpu(), half[some.cpu()])
-    none = widen(words[:0], pairs[:, :0], row_scale[:0], k, torch.bfloat16, num_bits)
-    assert none.shape == (0, k)
+    for some in (slice(7, 12), slice(5, 5), torch.tensor([3, 0, n - 1]), torch.tensor([]).long()):
+        own = some.to(device) if isinstance(some, torch.Tensor) else some
+        assert torch.equal(widen(*weight, torch.bfloat16, num_bits, own).cpu(), half[some])
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -105,7 +112,7 @@ def test_products_are_those_of_the_weight(
     if config.kind == "gemv" and dtype == torch.float32:
         pytest.skip("its x has 16 bits")
     words, pairs, row_scale = weight_of(random_rows(n, k, num_bits), num_bits, device)
-    rounded = widen(words, pairs, row_scale, k, dtype, num_bits).double()
+    rounded = widen(words, pairs, row_scale, k, dtype, num_bits, slice(0, n)).double()
     for rows in {config.block_m, max(1, config.block_m - 3)}:
         x = normal(rows, k + 16, dtype=dtype, device=device, seed=k)[:, :k]
         for bias in (None, normal(n, dtype=dtype, device=device, seed=n)):
