@@ -201,12 +201,15 @@ def _mma_kernel(
     first_group = split * steps * BLOCK_K
     end_group = tl.minimum(first_group + steps * BLOCK_K, num_groups)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row = (rows < n)[:, None]
     tokens = tl.arange(0, BLOCK_M)
     is_token = (tokens < num_rows)[:, None]
     w_at = w_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * (num_groups * ELEMENTS)
-    # A thirty-second of the weight's size: no overflow. With `minimum` no run would be seen.
-    pairs_at = pairs_ptr + (rows // ROWS * (num_groups * ROWS) + rows % ROWS)[:, None]
+    # Scales of four rows and all groups of a step lie in a run.
+    FOURS: tl.constexpr = BLOCK_N // ROWS
+    fours = tl.minimum(tile * FOURS + tl.arange(0, FOURS), (n - 1) // ROWS)[:, None]
+    # A thirty-second of the weight's size: no overflow.
+    pairs_at = pairs_ptr + fours * (num_groups * ROWS)
+    pair_columns = tl.arange(0, BLOCK_K * ROWS)[None, :]
     x_at = x_ptr + tokens[:, None] * x_stride
     row_scale = tl.load(row_scale_ptr + rows, mask=rows < n, other=0.0)
     if USE_PDL:
@@ -222,18 +225,17 @@ def _mma_kernel(
     columns = elements // ELEMENTS * GROUP + elements % ELEMENTS
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(first_group, end_group, BLOCK_K, num_stages=NUM_STAGES):
-        groups = start + tl.arange(0, BLOCK_K)[None, :]
         at = w_at + (start * ELEMENTS + elements)
+        pair_at = pairs_at + (start * ROWS + pair_columns)
         if EVEN_K:
             w = tl.load(at, eviction_policy="evict_first")
-            pair = tl.load(
-                pairs_at + groups * ROWS, mask=is_row, other=0, eviction_policy="evict_first"
-            )
+            pair = tl.load(pair_at, eviction_policy="evict_first")
         else:
             is_element = elements < (num_groups - start) * ELEMENTS
             w = tl.load(at, mask=is_element, other=0, eviction_policy="evict_first")
-            is_group = is_row & (groups < num_groups)
-            pair = tl.load(pairs_at + groups * ROWS, mask=is_group, other=0)
+            pair = tl.load(pair_at, mask=pair_columns < (num_groups - start) * ROWS, other=0)
+        pair = tl.permute(tl.reshape(pair, [FOURS, BLOCK_K, ROWS]), 0, 2, 1)
+        pair = tl.reshape(pair, [BLOCK_N, BLOCK_K])
         scale, low = _scale_and_low(pair, BITS)
         wide_scale, wide_low = _over_elements(scale, ELEMENTS), _over_elements(low, ELEMENTS)
         numbers = _raised_numbers(w, BITS, USE_PTX)
