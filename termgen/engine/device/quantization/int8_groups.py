@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from termgen.engine.device.kernels.gemm.group_gemm import group_gemm, pack, pack_pairs, widen
+from termgen.engine.device.kernels.gemm.group_gemm import (
+    group_gemm,
+    pack,
+    pack_pairs,
+    rows_aside,
+    widen,
+)
 from termgen.engine.device.kernels.gemm.group_gemv import GROUP
 from termgen.engine.device.kernels.gemm.small_gemm_config import (
     MAX_ROWS,
@@ -104,8 +110,8 @@ class GroupLinear(nn.Module):
         for first, end, num_bits in widths(parts.numbers):
             columns = (end - first, self._spec.in_features)
             words = nn.Parameter(pack(parts.numbers[first:end], num_bits), requires_grad=False)
-            halves = (part[first:end] for part in parts[1:3])
-            pairs = nn.Parameter(pack_pairs(*halves), requires_grad=False)
+            scale, low = parts.scale[first:end], parts.low[first:end]
+            pairs = nn.Parameter(pack_pairs(scale, low, num_bits), requires_grad=False)
             configs = {band: choose(band, *columns, num_bits, self._spec) for band in ROW_BANDS}
             for config in configs.values():
                 self._shared.reserve(config, end - first)
@@ -186,11 +192,13 @@ def choose(
     """The configuration for up to `band` rows, one of `ROW_BANDS`: a number of rows and those it is
     padded to in a recorded step share it, so padding changes no bit of a row. spec: of the layer,
     whose type and device count."""
-    groups = -(-in_features // GROUP.value)
     # Integers of 16 bits would lose a third of float32.
-    if band == 1 and spec.dtype.itemsize == 2:
-        return SmallGemmConfig("gemv", 1, 8 if num_bits == 4 else 4, 128, 4)
-    block_m = max(_LEAST_ROWS, band)
+    if spec.dtype.itemsize == 2:
+        if band == 1:
+            return SmallGemmConfig("gemv", 1, rows_aside(num_bits), 128, 4)
+        if band == 2 and num_bits == 4:
+            return SmallGemmConfig("gemv", 2, 8, 64, 2)
+    groups, block_m = -(-in_features // GROUP.value), max(_LEAST_ROWS, band)
     tiles, splits = -(-out_features // _BLOCK_N), 1
     while splits < _MOST_SPLITS[block_m] and 2 * splits * tiles <= _ENOUGH:
         splits *= 2

@@ -7,8 +7,8 @@ Scale and low are those of 32 columns of a row, float16; a row's scale is a powe
     words   [N, K * bits / 32] int32: a group has 8 or 16 elements of 16 bits, one after another.
             Element e has 4 or 2 numbers, the first in its lowest bits: number i is that of column
             8 * i + e or 16 * i + e
-    pairs   [N / 4, K / 32, 4] int32: a group's scale in the lower half, its low in the upper, of
-            four rows side by side
+    pairs   [N / rows, K / 32, rows] int32: a group's scale in the lower half, its low in the upper;
+            rows: 8 in 4 bits, 4 in 8, of which a thread of gemv loads one run
 
 So the elements in a thread's registers become operands of the matrix units, each of which meets x
 of columns in a run of 8 or 16, and the bytes of a word are those of one group. Numbers of 4 bits
@@ -30,7 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.gemm.float8_gemm import sum_of_parts
-from termgen.engine.device.kernels.gemm.group_gemv import COARSE, GROUP, ROWS, gemv_kernel
+from termgen.engine.device.kernels.gemm.group_gemv import COARSE, GROUP, gemv_kernel
 from termgen.engine.device.kernels.gemm.small_gemm import (
     SmallGemmWorkspace,
     prefetch_plan,
@@ -56,11 +56,18 @@ def pack(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
     return parts.transpose(2, 3).contiguous().view(n, -1).view(torch.int32)
 
 
-def pack_pairs(scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """scale, low [N, K / GROUP] float16 -> [N / ROWS, K / GROUP, ROWS] int32, N filled up."""
+def rows_aside(num_bits: int) -> int:
+    """Rows whose scales lie side by side: as many as a program of gemv takes at best."""
+    return 32 // num_bits
+
+
+def pack_pairs(scale: torch.Tensor, low: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """scale, low [N, K / GROUP] float16 -> [N / rows, K / GROUP, rows] int32, N filled up; rows:
+    `rows_aside`."""
+    rows = rows_aside(num_bits)
     pairs = torch.stack((scale, low), -1).view(torch.int32)[..., 0]
-    pairs = F.pad(pairs, (0, 0, 0, -len(pairs) % ROWS.value))
-    return pairs.view(-1, ROWS.value, pairs.shape[1]).transpose(1, 2).contiguous()
+    pairs = F.pad(pairs, (0, 0, 0, -len(pairs) % rows))
+    return pairs.view(-1, rows, pairs.shape[1]).transpose(1, 2).contiguous()
 
 
 @triton.jit
@@ -195,21 +202,19 @@ def _mma_kernel(
     if USE_PDL:
         gdc_launch_dependents()
     ELEMENTS: tl.constexpr = 2 * BITS
+    ROWS: tl.constexpr = 32 // BITS
     tile = tl.program_id(0)
     split = tl.program_id(1)
     steps = tl.cdiv(tl.cdiv(num_groups, BLOCK_K), SPLITS)
     first_group = split * steps * BLOCK_K
     end_group = tl.minimum(first_group + steps * BLOCK_K, num_groups)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = (rows < n)[:, None]
     tokens = tl.arange(0, BLOCK_M)
     is_token = (tokens < num_rows)[:, None]
     w_at = w_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * (num_groups * ELEMENTS)
-    # Scales of four rows and all groups of a step lie in a run.
-    FOURS: tl.constexpr = BLOCK_N // ROWS
-    fours = tl.minimum(tile * FOURS + tl.arange(0, FOURS), (n - 1) // ROWS)[:, None]
-    # A thirty-second of the weight's size: no overflow.
-    pairs_at = pairs_ptr + fours * (num_groups * ROWS)
-    pair_columns = tl.arange(0, BLOCK_K * ROWS)[None, :]
+    # A thirty-second of the weight's size: no overflow. With `minimum` no run would be seen.
+    pairs_at = pairs_ptr + (rows // ROWS * (num_groups * ROWS) + rows % ROWS)[:, None]
     x_at = x_ptr + tokens[:, None] * x_stride
     row_scale = tl.load(row_scale_ptr + rows, mask=rows < n, other=0.0)
     if USE_PDL:
@@ -226,16 +231,15 @@ def _mma_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(first_group, end_group, BLOCK_K, num_stages=NUM_STAGES):
         at = w_at + (start * ELEMENTS + elements)
-        pair_at = pairs_at + (start * ROWS + pair_columns)
+        groups = start + tl.arange(0, BLOCK_K)[None, :]
         if EVEN_K:
             w = tl.load(at, eviction_policy="evict_first")
-            pair = tl.load(pair_at, eviction_policy="evict_first")
+            pair = tl.load(pairs_at + groups * ROWS, mask=is_row, other=0)
         else:
             is_element = elements < (num_groups - start) * ELEMENTS
             w = tl.load(at, mask=is_element, other=0, eviction_policy="evict_first")
-            pair = tl.load(pair_at, mask=pair_columns < (num_groups - start) * ROWS, other=0)
-        pair = tl.permute(tl.reshape(pair, [FOURS, BLOCK_K, ROWS]), 0, 2, 1)
-        pair = tl.reshape(pair, [BLOCK_N, BLOCK_K])
+            is_group = is_row & (groups < num_groups)
+            pair = tl.load(pairs_at + groups * ROWS, mask=is_group, other=0)
         scale, low = _scale_and_low(pair, BITS)
         wide_scale, wide_low = _over_elements(scale, ELEMENTS), _over_elements(low, ELEMENTS)
         numbers = _raised_numbers(w, BITS, USE_PTX)
@@ -282,6 +286,7 @@ def _widen_kernel(
     USE_PTX: tl.constexpr,
 ):
     ELEMENTS: tl.constexpr = 2 * BITS
+    ROWS: tl.constexpr = 32 // BITS
     own = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     is_row = own < num_rows
     if ids_ptr is None:
@@ -310,7 +315,7 @@ def _widen_kernel(
 
 def widen(
     words: torch.Tensor,  # [N, words of a row] int32, from `pack`
-    pairs: torch.Tensor,  # [N / ROWS, groups of a row, ROWS] int32, from `pack_pairs`
+    pairs: torch.Tensor,  # int32, from `pack_pairs`
     row_scale: torch.Tensor,  # [N] float32
     num_columns: int,  # K
     dtype: torch.dtype,
@@ -343,7 +348,7 @@ def widen(
 def group_gemm(
     x: torch.Tensor,  # [M, K], its rows dense
     words: torch.Tensor,  # [N, words of a row] int32, from `pack`
-    pairs: torch.Tensor,  # [N / ROWS, groups of a row, ROWS] int32, from `pack_pairs`
+    pairs: torch.Tensor,  # int32, from `pack_pairs`
     row_scale: torch.Tensor,  # [N] float32
     bias: torch.Tensor | None = None,  # [N]
     *,
@@ -363,7 +368,7 @@ def group_gemm(
     assert words.dtype == torch.int32 and words.is_contiguous(), (words.dtype, words.stride())
     assert num_groups == -(-k // GROUP.value), (k, num_groups)
     assert words.shape[1] == num_groups * num_bits, (words.shape, num_groups)
-    assert len(pairs) == -(-n // ROWS.value) and pairs.is_contiguous(), (n, pairs.shape)
+    assert len(pairs) == -(-n // rows_aside(num_bits)) and pairs.is_contiguous(), (n, pairs.shape)
     assert row_scale.shape == (n,), row_scale.shape
     assert x.stride(1) == 1 and num_rows <= config.block_m, (x.stride(), num_rows, config)
     if out is None:

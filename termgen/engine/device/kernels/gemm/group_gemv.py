@@ -22,8 +22,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 GROUP: tl.constexpr = tl.constexpr(32)
 """Columns that share a scale."""
-ROWS: tl.constexpr = tl.constexpr(4)
-"""Rows of a weight whose scales lie side by side."""
 COARSE: tl.constexpr = tl.constexpr(17)
 """Levels of 8 bits between those of 4."""
 _LARGEST: tl.constexpr = tl.constexpr(32767.0)
@@ -150,9 +148,11 @@ def _tile(
         for half in tl.static_range(HALVES):
             words += (tl.load(at + 4 * half, eviction_policy="evict_first"),)  # type: ignore[assignment]
     pairs = ()
-    for r in tl.static_range(0, BLOCK_N, ROWS):
-        block = tl.minimum(first_row + r, n - 1) // ROWS
-        at = pairs_ptr + (block * num_groups + groups[:, None]) * ROWS + tl.arange(0, ROWS)[None, :]
+    ROWS: tl.constexpr = 32 // BITS
+    for r in tl.static_range(0, BLOCK_N, 4):
+        row = tl.minimum(first_row + r, n - 1)
+        at = pairs_ptr + (row // ROWS * num_groups + groups[:, None]) * ROWS
+        at += row % ROWS + tl.arange(0, 4)[None, :]
         pairs += _four(tl.load(at, eviction_policy="evict_first"))
     return words, pairs
 
@@ -250,8 +250,8 @@ def gemv_kernel(
         *(sums, words, pairs, x_ptr, groups, num_rows, k, num_groups, x_stride),
         *(BITS, BLOCK_M, BLOCK_N, EVEN_K, USE_PTX),
     )
-    for r in tl.static_range(0, BLOCK_N, ROWS):
-        rows = first_row + r + tl.arange(0, ROWS)
+    for r in tl.static_range(0, BLOCK_N, 4):
+        rows = first_row + r + tl.arange(0, 4)
         row_scale = tl.load(row_scale_ptr + rows, mask=rows < n, other=0.0)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)
@@ -259,7 +259,7 @@ def gemv_kernel(
             # One sum over threads for four rows.
             a = tl.join(sums[token * BLOCK_N + r], sums[token * BLOCK_N + r + 2])
             b = tl.join(sums[token * BLOCK_N + r + 1], sums[token * BLOCK_N + r + 3])
-            y = tl.sum(tl.reshape(tl.join(a, b), [BLOCK_K, ROWS]), axis=0) * row_scale
+            y = tl.sum(tl.reshape(tl.join(a, b), [BLOCK_K, 4]), axis=0) * row_scale
             if HAS_BIAS:
                 y += bias
             at = out_ptr + token * out_stride + rows

@@ -20,6 +20,7 @@ from termgen.engine.device.kernels.gemm.group_gemm import (  # noqa: E402
     group_gemm_reference,
     pack,
     pack_pairs,
+    rows_aside,
     widen,
 )
 from termgen.engine.device.kernels.gemm.group_gemv import COARSE, GROUP  # noqa: E402
@@ -54,7 +55,7 @@ def random_rows(n: int, k: int, num_bits: int) -> Quantized:
 
 
 def weight_of(rows: Quantized, num_bits: int, device: str) -> Weight:
-    words, pairs = pack(rows.numbers, num_bits), pack_pairs(rows.scale, rows.low)
+    words, pairs = pack(rows.numbers, num_bits), pack_pairs(rows.scale, rows.low, num_bits)
     return words.to(device), pairs.to(device), rows.row_scale.to(device)
 
 
@@ -66,12 +67,14 @@ def workspace_of(config: SmallGemmConfig, n: int, device: str) -> SmallGemmWorks
     return workspace
 
 
-def test_scales_of_four_rows_lie_side_by_side() -> None:
-    scale = torch.arange(10.0).view(5, 2).half()
-    halves = pack_pairs(scale, -scale).view(torch.float16)
-    assert halves.shape == (2, 2, 8)
-    assert halves[0, 1].tolist() == [1, -1, 3, -3, 5, -5, 7, -7]
-    assert halves[1, 0].tolist() == [8, -8, 0, 0, 0, 0, 0, 0]
+@bits
+def test_scales_of_a_group_lie_side_by_side(num_bits: int) -> None:
+    aside = rows_aside(num_bits)
+    scale = torch.arange(2.0 * (aside + 1)).view(aside + 1, 2).half()
+    halves = pack_pairs(scale, -scale, num_bits).view(torch.float16)
+    assert halves.shape == (2, 2, 2 * aside)
+    assert halves[0, 1, :6].tolist() == [1, -1, 3, -3, 5, -5]
+    assert halves[1, 0, :3].tolist() == [2 * aside, -2 * aside, 0]
 
 
 def test_an_element_has_numbers_of_one_group() -> None:
