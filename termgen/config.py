@@ -21,7 +21,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("termgen", "transformers")
 IMAGE_MODES = ("note", "refuse")
-QUANTIZATIONS = ("auto", "none", "int8", "fp8")
+QUANTIZATIONS = ("auto", "none", "int8", "q4", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "native", "torch_reference", "flashinfer", "flash_attn")
@@ -158,9 +158,10 @@ class EngineConfig:
     )
     quantization: str = setting(
         "auto",
-        "how weights are stored. int8: in 8 bits, or the 4 of a GGUF file; fp8: layers in "
-        "8-bit floats, on a GPU of compute capability 8.9 or more; none: in the dtype; auto: "
-        "int8 on a CPU, if no dtype is given and the model is large enough to gain by it",
+        "how weights are stored. int8: in 8 bits, or the 4 of a GGUF file; q4: layers in 4 bits, "
+        "tables and heads in 8; fp8: layers in 8-bit floats, on a GPU of compute capability 8.9 or "
+        "more; none: in the dtype; auto: int8 on a CPU, if no dtype is given and the model is "
+        "large enough to gain by it",
         choices=QUANTIZATIONS,
     )
     threads: int | None = setting(
@@ -317,7 +318,7 @@ class EngineConfig:
                 "quantization fp8 runs on a GPU only; use int8, or device cuda",
                 param="quantization",
             )
-        if self.quantization in ("int8", "fp8") and self.model_impl == "transformers":
+        if self.quantization in ("int8", "q4", "fp8") and self.model_impl == "transformers":
             raise ConfigError(
                 f"quantization {self.quantization} is for the models that termgen's own code runs; "
                 "leave model_impl transformers or the quantization out",

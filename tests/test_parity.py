@@ -308,6 +308,16 @@ def float8_case(family_case: FamilyCase, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def group_case(family_case: FamilyCase) -> FamilyCase:
     """The same beside transformers with every matrix as `quantize_rows` rounds it."""
+    return _rounded_case(family_case, 8)
+
+
+@pytest.fixture(scope="module")
+def four_bit_case(family_case: FamilyCase) -> FamilyCase:
+    """The same with 4 bits for all but tables of embeddings and heads."""
+    return _rounded_case(family_case, 4)
+
+
+def _rounded_case(family_case: FamilyCase, num_bits: int) -> FamilyCase:
     pytest.importorskip("triton")
     from termgen.engine.device.native.int8_blocks import dequantize, quantize_rows
 
@@ -315,10 +325,12 @@ def group_case(family_case: FamilyCase) -> FamilyCase:
     def make(family: str) -> tuple[Path, list[list[int]], GreedyReference]:
         folder, prompts, _ = family_case(family)
         reference = load_reference(folder)
+        tables = {reference.get_input_embeddings(), reference.get_output_embeddings()}
         for module in reference.modules():
             if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
                 columns = module.weight.shape[1]
-                kept = dequantize(quantize_rows(F.pad(module.weight.data, (0, -columns % 32))))
+                padded = F.pad(module.weight.data, (0, -columns % 32))
+                kept = dequantize(quantize_rows(padded, 8 if module in tables else num_bits))
                 module.weight.data.copy_(kept[:, :columns])
         return folder, prompts, GreedyReference(reference, prompts)
 
@@ -330,9 +342,13 @@ def group_case(family_case: FamilyCase) -> FamilyCase:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
 @pytest.mark.parametrize(
     ("quantization", "case", "layer"),
-    [("fp8", "float8_case", "Float8Linear"), ("int8", "group_case", "GroupLinear")],
+    [
+        ("fp8", "float8_case", "Float8Linear"),
+        ("int8", "group_case", "GroupLinear"),
+        ("q4", "four_bit_case", "Group4Linear"),
+    ],
 )
-def test_weights_of_8_bits_equal_their_floats(
+def test_quantised_weights_equal_their_floats(
     request: pytest.FixtureRequest,
     engines: Engines,
     quantization: str,

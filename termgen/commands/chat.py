@@ -28,6 +28,8 @@ STOP_WAIT_S = 0.5
 SPARE_SHARE = 1.1
 """Memory needed relative to the weights: steps and a KV cache take some too."""
 _GGUF_BITS = re.compile(r"(?:^|[^a-z])(?:i?q(\d)|(b?f16)|(f32))(?![0-9])", re.IGNORECASE)
+_HELD_BITS_OF_Q4_K_M = 5.8
+"""Bits a weight in memory of the most common file: 5, and 9 for a fifth of the weights."""
 
 
 def run_chat(
@@ -220,18 +222,20 @@ def _named_faults() -> Iterator[None]:
 
 def weights_bytes(path: Path | None, size: int, config: EngineConfig, device: str) -> int:
     """Approximate memory for weights of this size on disk, in the dtype they will be loaded as."""
-    stored_bits = 16.0
+    stored_bits, held_bits = 16.0, held_form(config, device)[1]
     if path is not None and path.suffix.lower() == ".gguf":
         found = _GGUF_BITS.search(path.stem)
-        stored_bits = 4.6  # Q4_K_M, the most common
-        if found is not None:
-            digits, _, is_32 = found.groups()
-            stored_bits = float(digits) + 0.6 if digits else 32.0 if is_32 else 16.0
-    return int(size * held_form(config, device)[1] / stored_bits)
+        digits, _, is_32 = found.groups() if found is not None else ("4", None, None)
+        stored_bits = float(digits) + 0.6 if digits else 32.0 if is_32 else 16.0
+        if digits == "4":  # most of its blocks stay what they are
+            held_bits = min(held_bits, _HELD_BITS_OF_Q4_K_M) if held_bits < 16 else held_bits
+    return int(size * held_bits / stored_bits)
 
 
 def held_form(config: EngineConfig, device: str) -> tuple[str, float]:
     """The type that weights have in memory, and its bits for each of them."""
+    if config.quantization == "q4":
+        return "q4", 5.5
     is_open = config.dtype == "auto" and device == "cpu"
     if config.quantization == "int8" or (config.quantization == "auto" and is_open):
         return "int8", 9.0

@@ -44,7 +44,7 @@ def layers(
         ({"threads": 0}, "threads must be between 1 and 1024, not 0"),
         ({"dtype": "int4"}, "dtype must be one of auto, float32, bfloat16, float16, not 'int4'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
-        ({"quantization": "fp4"}, "quantization must be one of auto, none, int8, fp8"),
+        ({"quantization": "fp4"}, "quantization must be one of auto, none, int8, q4, fp8"),
         ({"max_model_len": "4096"}, "max_model_len must be an integer, not '4096'"),
         ({"max_model_len": True}, "max_model_len must be an integer, not True"),
         ({"max_num_seqs": 1.5}, "max_num_seqs must be an integer, not 1.5"),

@@ -142,7 +142,12 @@ async def test_what_is_gone_does_not_break_the_list(
         ("x", {"dtype": "bfloat16"}, "cpu", 1.0),
         ("x", {"quantization": "int8"}, "cpu", 9 / 16),
         ("x.Q8_0.gguf", {}, "cuda:0", 16 / 8.6),
-        ("SmolLM2-135M-Instruct.Q4_1.gguf", {}, "cpu", 9 / 4.6),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", {}, "cpu", 5.8 / 4.6),
+        ("x.Q4_K_M.gguf", {"quantization": "int8"}, "cuda:0", 5.8 / 4.6),
+        ("x.Q4_K_M.gguf", {"quantization": "none"}, "cpu", 32 / 4.6),
+        ("x.Q4_K_M.gguf", {"quantization": "q4"}, "cpu", 5.5 / 4.6),
+        ("x.Q6_K.gguf", {"quantization": "q4"}, "cuda:0", 5.5 / 6.6),
+        ("x", {"quantization": "q4"}, "cpu", 5.5 / 16),
         ("model-f16.gguf", {}, "cpu", 9 / 16),
         ("model-BF16.gguf", {}, "cuda:0", 1.0),
         ("model.F32.gguf", {}, "cpu", 9 / 32),
@@ -165,7 +170,7 @@ async def test_names_that_are_typed(machine: Path) -> None:
         held_as="int8",
     )
     needs = (await shelf.look_up("smollm2-1.7b-q4")).needs_bytes
-    assert needs == int(1_060_000_000 * 9 / 4.6)  # of the file that is to be fetched
+    assert needs == int(1_060_000_000 * 5.8 / 4.6)  # of the file that is to be fetched
     assert await shelf.look_up("org/new") == ModelChoice("org/new", "org/new", is_here=False)
     folder = put_folder(machine / "m")
     assert (await shelf.look_up("./m")).is_here and folder.is_dir()

@@ -54,10 +54,13 @@ MODELS = {
 LINEAR_METHODS = {
     None: "termgen.engine.device.layers.linear:FloatLinear",
     "int8": "termgen.engine.device.quantization.int8:Int8Linear",
+    "q4": "termgen.engine.device.quantization.int8:Q4Linear",
     "fp8": "termgen.engine.device.quantization.float8:Float8Linears",
 }
 
-_INT8_ON_A_GPU = "termgen.engine.device.quantization.int8_groups:GroupLinears"
+_BYTES = {"int8": 1.0, "q4": 0.6}
+"""Bytes of a parameter on a CPU, not much more than there are."""
+_GROUPS_ON_A_GPU = "termgen.engine.device.quantization.int8_groups:GroupLinears"
 
 
 def build_model(
@@ -83,21 +86,25 @@ def build_model(
             f"quantization {quantization!r} is not known; known are {known}", param="quantization"
         )
     if device.type == "cpu":
-        check_memory(config.num_parameters * (1 if quantization == "int8" else dtype.itemsize))
+        check_memory(config.num_parameters * _BYTES.get(quantization or "", dtype.itemsize))
     import torch  # seconds
 
     from termgen.engine.device.layers.linear import Build
 
-    if quantization == "int8" and device.type == "cuda":
-        check_quantization("int8", config, device)
-        build = Build(dtype, device, resolve_name(_INT8_ON_A_GPU)(), ops)
+    if quantization in ("int8", "q4") and device.type == "cuda":
+        check_quantization(quantization, config, device)
+        groups = resolve_name(_GROUPS_ON_A_GPU)()
+        method = groups if quantization == "int8" else groups.in_4_bits
+        build = Build(dtype, device, method, ops, table_method=groups)
     elif quantization == "fp8":
         check_quantization("fp8", config, device, torch.float8_e4m3fn)
         floats = _linear_method(None, device, tuned)
         build = Build(dtype, device, _linear_method("fp8", device)(), ops, table_method=floats)
     else:
         method = _linear_method(quantization, device, tuned)
-        build = Build(dtype, device, method, ops, expert_method=method if quantization else None)
+        experts = method if quantization else None
+        tables = _linear_method("int8", device) if quantization == "q4" else method
+        build = Build(dtype, device, method, ops, expert_method=experts, table_method=tables)
     model: CausalDecoder = resolve_name(MODELS[config.architecture])(
         config, build, attention, recurrent
     )
@@ -131,7 +138,7 @@ def check_quantization(
         )
 
 
-def check_memory(needed_bytes: int) -> None:
+def check_memory(needed_bytes: float) -> None:
     """Refuse weights that do not fit in memory, before anything is allocated: swapping is useless,
     and a hostile config may ask for terabytes."""
     if not hasattr(os, "sysconf"):

@@ -1,4 +1,4 @@
-"""8-bit weights on the CPU: a `LinearMethod` over the blocks of `native.int8_blocks`.
+"""8-bit and 4-bit weights on the CPU: a `LinearMethod` over the blocks of `native.int8_blocks`.
 
 Rows are quantized while they are loaded, so the float model never exists as a whole. Activations
 stay float32, in steps of any size: rounding them to 8 bits would be as fast but costs far more
@@ -24,7 +24,7 @@ from termgen.engine.device.native.int8_blocks import (
     keep_rows,
     quantize_rows,
 )
-from termgen.engine.device.quantization.affine_blocks import KINDS, affine
+from termgen.engine.device.quantization.affine_blocks import KINDS, KINDS_OF_4_BITS, affine
 from termgen.engine.device.quantization.gathered_rows import GatheredRows
 from termgen.errors import ConfigError
 
@@ -46,13 +46,14 @@ class Int8Linear(nn.Module):
     """
 
     kinds = KINDS
+    num_bits = 8
 
     def __init__(self, spec: LinearSpec) -> None:
         super().__init__()
         if spec.device.type != "cpu":
             raise ConfigError(
-                f"quantization int8 runs on the CPU only, not on {spec.device.type};"
-                " leave it out or use --device cpu",
+                "weights in integers are for a CPU or an NVIDIA GPU, not for"
+                f" {spec.device.type}; leave the quantization out or use --device cpu",
                 param="quantization",
             )
         self._spec = spec
@@ -63,7 +64,7 @@ class Int8Linear(nn.Module):
 
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
         for rows in torch.split(tensor, max(1, _PART_NUMBERS // tensor.shape[1])):
-            self._add(quantize_rows(self._padded(rows)), first_row)
+            self._add(quantize_rows(self._padded(rows), self.num_bits), first_row)
             first_row += len(rows)
 
     def load_stored(self, rows: StoredRows, first_row: int) -> None:
@@ -110,6 +111,13 @@ class Int8Linear(nn.Module):
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows with zeros up to a whole number of blocks."""
         return F.pad(rows, (0, self._padding)) if self._padding else rows
+
+
+class Q4Linear(Int8Linear):
+    """LinearMethod: 4 bits a number, and 32 bits for every 32 of them."""
+
+    kinds = KINDS_OF_4_BITS
+    num_bits = 4
 
 
 def _scratch() -> torch.Tensor:

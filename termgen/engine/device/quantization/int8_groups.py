@@ -34,7 +34,7 @@ from termgen.engine.device.layers.linear import LinearMethod, LinearSpec
 from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.triton_ops import SharedWorkspace
 from termgen.engine.device.native.int8_blocks import Quantized, keep_rows, quantize_rows
-from termgen.engine.device.quantization.affine_blocks import KINDS, affine
+from termgen.engine.device.quantization.affine_blocks import KINDS, KINDS_OF_4_BITS, affine
 from termgen.engine.device.quantization.gathered_rows import GatheredRows
 
 TILE = 32
@@ -63,6 +63,10 @@ class GroupLinears:
     def __call__(self, spec: LinearSpec) -> LinearMethod:
         return GroupLinear(spec, self._shared)
 
+    def in_4_bits(self, spec: LinearSpec) -> LinearMethod:
+        """The same, but of 16 levels whatever the weights were."""
+        return Group4Linear(spec, self._shared)
+
 
 class _Run(NamedTuple):
     """Neighbouring rows whose numbers have one width."""
@@ -79,6 +83,7 @@ class GroupLinear(nn.Module):
     """LinearMethod: 8 or 4 bits a number, and 32 bits for every 32 of them."""
 
     kinds = KINDS
+    num_bits = 8
 
     def __init__(self, spec: LinearSpec, shared: SharedWorkspace) -> None:
         super().__init__()
@@ -91,7 +96,8 @@ class GroupLinear(nn.Module):
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
         for rows in torch.split(tensor, max(1, _PART_NUMBERS // tensor.shape[1])):
             on_device = rows.to(self._spec.device)
-            self._add(quantize_rows(F.pad(on_device, (0, self._padding))), first_row)
+            padded = F.pad(on_device, (0, self._padding))
+            self._add(quantize_rows(padded, self.num_bits), first_row)
             first_row += len(rows)
 
     def load_stored(self, rows: StoredRows, first_row: int) -> None:
@@ -169,6 +175,13 @@ class GroupLinear(nn.Module):
         row_scale = self.row_scale[run.first : run.end]
         num_columns = self._spec.in_features
         return widen(run.words, run.pairs, row_scale, num_columns, dtype, run.num_bits, rows)
+
+
+class Group4Linear(GroupLinear):
+    """LinearMethod: 4 bits a number, and 32 bits for every 32 of them."""
+
+    kinds = KINDS_OF_4_BITS
+    num_bits = 4
 
 
 def widths(numbers: torch.Tensor) -> list[tuple[int, int, int]]:

@@ -387,8 +387,9 @@ def test_settings_that_do_not_go_with_it(
     folder = make_model("gpt2")
     with pytest.raises(ConfigError, match="quantization int8 .* GPT2LMHeadModel"):
         engines(folder, quantization="int8")
-    with pytest.raises(ConfigError, match="model_impl transformers"):
-        EngineConfig(quantization="int8", model_impl="transformers")
+    for quantization in ("int8", "q4", "fp8"):
+        with pytest.raises(ConfigError, match=f"{quantization} .*model_impl transformers"):
+            EngineConfig(quantization=quantization, model_impl="transformers")
     with pytest.raises(
         UnsupportedModelError, match="no code of its own .*'GPT2LMHeadModel'.*leave model_impl"
     ):

@@ -197,6 +197,7 @@ def test_dummy_weights_depend_on_the_seed_alone(tiny_model_dir: TinyModelDir) ->
     [
         ("qwen2", None),
         ("qwen2", "int8"),
+        ("qwen2", "q4"),
         ("gemma3_text", None),
         ("gemma3_text", "int8"),
         ("gemma3n_text", None),
@@ -235,15 +236,16 @@ def test_unknown_names_are_errors(tiny_llama_dir: Path) -> None:
     assert error.value.param == "quantization"
 
 
-def test_int8_is_for_the_cpu(tiny_llama_dir: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "q4"])
+def test_integers_need_kernels(quantization: str, tiny_llama_dir: Path) -> None:
     config = load_model_config(tiny_llama_dir)
     attention = GroupedAttention.without_windows(TorchReferenceAttention(), config.layer_caches)
-    with pytest.raises(ConfigError, match="CPU") as error:
+    with pytest.raises(ConfigError, match="are for a CPU or an NVIDIA GPU, not for meta") as error:
         build_model(
             config,
             dtype=torch.bfloat16,
             device=torch.device("meta"),
-            quantization="int8",
+            quantization=quantization,
             attention=attention,
             ops=TorchOps(),
         )

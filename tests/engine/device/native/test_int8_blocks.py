@@ -49,12 +49,28 @@ def test_each_number_is_within_half_a_step_of_its_block() -> None:
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0, -3.5, 1e-30, -1e30, 1e-42, 3.4e38, -1.8e38])
-def test_rows_of_one_number_stay_what_they_are(number: float) -> None:
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_rows_of_one_number_stay_what_they_are(number: float, num_bits: int) -> None:
     rows = torch.full((2, 64), number)
     rows[1] = 0.0
-    restored = dequantize(quantize_rows(rows))
+    restored = dequantize(quantize_rows(rows, num_bits))
     assert restored.isfinite().all()
     torch.testing.assert_close(restored, rows, rtol=2e-3, atol=1e-38)
+
+
+def test_sixteen_levels_are_fitted_to_the_block() -> None:
+    matrix = random_matrix(64, 96) * torch.logspace(-9, 9, 64)[:, None]
+    quantized = quantize_rows(matrix, 4)
+    assert [run.num_bits for run in Int8Blocks(quantized).runs] == [4]
+    blocks = matrix.view(64, 3, 32)
+    spread = blocks.amax(2) - blocks.amin(2)
+    error = (dequantize(quantized).view_as(blocks) - blocks).abs() / spread[..., None]
+    assert error.max() < 1 / 15, "half a step, and what the fit moved the ends by"
+    # The ends of a block as its first and last level, as with 256 of them.
+    low, step = blocks.amin(2, keepdim=True), spread[..., None] / 15
+    plain = low + ((blocks - low) / step).round() * step
+    of_plain = ((plain - blocks) / spread[..., None]).square().mean()
+    assert error.square().mean() < 0.95 * of_plain
 
 
 def test_numbers_of_sixteen_levels_are_kept_in_four_bits_without_loss() -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from termgen.engine.device import native
 from termgen.engine.device.layers.linear import Build, Linear, LinearSpec
 from termgen.engine.device.layers.ops import TorchOps
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.loader import load_model_config, open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
 from termgen.engine.device.native import int8_blocks
 from termgen.engine.device.native.int8_blocks import Int8Blocks, dequantize, quantize_rows
 from termgen.engine.device.quantization import int8
-from termgen.engine.device.quantization.int8 import Int8Linear
+from termgen.engine.device.quantization.int8 import Int8Linear, Q4Linear
 from termgen.engine.device.runner.memory import weight_bytes
 from termgen.engine.text.tokenizer import load_tokenizer
 
@@ -259,7 +261,7 @@ def test_few_matrices_exist_in_both_forms_while_a_model_is_loaded(
         build(load_model_config(folder), quantization="int8").finalize()
 
 
-def divergences(model: Path, tokenizer: Path) -> torch.Tensor:
+def divergences(model: Path, tokenizer: Path, kept: str = "int8") -> torch.Tensor:
     """[160] of the next-token probabilities from those of the float32 model, in nats, for the
     README's beginning: `NUM_READ` tokens as a prompt, the others one by one."""
     text = (Path(__file__).parents[4] / "README.md").read_text()[:1200]
@@ -271,7 +273,7 @@ def divergences(model: Path, tokenizer: Path) -> torch.Tensor:
         singles = [paged.step([Row(0, i, [ids[i]])])[0] for i in range(NUM_READ, len(ids))]
         return torch.cat([prompt, *singles]).double().log_softmax(-1)
 
-    exact, quantized = log_probabilities(None), log_probabilities("int8")
+    exact, quantized = log_probabilities(None), log_probabilities(kept)
     found = (exact.exp() * (exact - quantized)).sum(-1)
     print(f"mean {found.mean():.1e}, p99 {found.quantile(0.99):.1e}, largest {found.max():.1e}")
     return found
@@ -284,17 +286,54 @@ def test_a_real_model_answers_as_its_float_weights_do(smollm2_gguf: Path) -> Non
     assert found[:NUM_READ].mean() < 1e-3 and found[NUM_READ:].mean() < 1e-3
 
 
-def test_a_real_model_of_other_weights_does_too(
-    smollm2_gguf: Path, smollm2_reference: Any, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def noisy_model(smollm2_reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file's weights lie on a grid of 4 bits, which 8 bits keep exactly. Most models' do not:
     4% of noise takes them off it."""
-    noisy, seed = copy.deepcopy(smollm2_reference), 17
+    noisy, seed, folder = copy.deepcopy(smollm2_reference), 17, tmp_path_factory.mktemp("noisy")
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in noisy.parameters():
             noise = torch.randn(weight.shape, generator=generator)
             weight.add_(noise * (0.04 * weight.std() if weight.ndim > 1 else 0.0))
-    noisy.save_pretrained(tmp_path)
-    assert divergences(tmp_path, smollm2_gguf).mean() < 3e-3
+    noisy.save_pretrained(folder)
+    return folder
+
+
+def test_a_real_model_of_other_weights_does_too(smollm2_gguf: Path, noisy_model: Path) -> None:
+    assert divergences(noisy_model, smollm2_gguf).mean() < 3e-3
+
+
+def test_a_real_model_in_four_bits(smollm2_gguf: Path, noisy_model: Path) -> None:
+    """A file in 4 bits stays what it is, but for its table."""
+    assert divergences(smollm2_gguf, smollm2_gguf, "q4").mean() < 1e-3
+    assert divergences(noisy_model, smollm2_gguf, "q4").mean() < 0.2
+
+
+def test_layers_take_four_bits_and_tables_eight(tiny_model_dir: TinyModelDir) -> None:
+    for family in ("llama", "gemma4_text", "qwen3_moe"):
+        model = load(tiny_model_dir(family), quantization="q4")
+        bits: dict[type, set[int]] = {}
+        for module in model.modules():
+            if isinstance(module, Int8Linear):
+                assert module._blocks is not None
+                bits.setdefault(type(module), set()).update(r.num_bits for r in module._blocks.runs)
+        assert bits == {Q4Linear: {4}, Int8Linear: {8}}, family
+    experts = load(tiny_model_dir("qwen3_moe"), quantization="q4").get_submodule("layers.0.mlp")
+    assert any(type(module) is Q4Linear for module in experts.modules())
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_a_file_of_four_bits_keeps_its_numbers(kind: str) -> None:
+    values = random_matrix(64, 96)
+    packed = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[kind])
+    assert (kind in Q4Linear.kinds) == (kind == "Q4_0")
+    if kind == "Q4_0":
+        method = Q4Linear(LinearSpec(96, 64, torch.float32, CPU, True))
+        method.load_stored(StoredRows(kind, torch.from_numpy(packed.reshape(64, 3, -1).copy())), 0)
+        wanted = torch.from_numpy(
+            gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind]).copy()
+        )
+        kept = method.embed(torch.arange(64))
+        assert ((kept - wanted).abs() <= 2**-9 * wanted.abs().amax(1, keepdim=True)).all()

@@ -19,6 +19,7 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import ROW_BANDS  # no
 from termgen.engine.device.quantization import int8_groups  # noqa: E402
 from termgen.engine.device.quantization.int8_groups import (  # noqa: E402
     TILE,
+    Group4Linear,
     GroupLinear,
     GroupLinears,
     choose,
@@ -111,6 +112,23 @@ def test_a_file_of_two_types_keeps_both_widths(device: str, dtype: torch.dtype) 
     # Scales are rounded to 16 bits, the weight to its type.
     error = (kept.float().cpu() - weight).abs().amax() / weight.abs().amax()
     assert error < (2e-3 if dtype.itemsize == 4 else 6e-3)
+    check_products(layer, kept, dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+def test_floats_in_four_bits(device: str, dtype: torch.dtype) -> None:
+    rows = torch.randn(70, 100, generator=torch.Generator().manual_seed(4)) / 10
+    spec = LinearSpec(100, 70, dtype, torch.device(device), is_looked_up=False)
+    layer = GroupLinears().in_4_bits(spec)
+    assert isinstance(layer, Group4Linear)
+    layer.load_rows(rows.to(device), 0)
+    layer.finalize()
+    assert [run.num_bits for run in layer._runs] == [4]
+    weight = dequantize(quantize_rows(F.pad(rows, (0, 28)), 4))[:, :100]
+    kept = layer.embed(torch.arange(70, device=device))
+    # A GPU divides otherwise: a number between two may become the other one.
+    is_near = (kept.float().cpu() - weight).abs() <= 0.01 * rows.abs().amax()
+    assert is_near.float().mean() > 0.99
     check_products(layer, kept, dtype)
 
 
