@@ -152,6 +152,10 @@ def _add_top(commands: Any) -> None:
     top.add_argument(
         "url", nargs="?", metavar="URL", help="the server (default: http://127.0.0.1:8000)"
     )
+    top.add_argument(
+        "--once", action="store_true", help="print the figures of the last second, and end"
+    )
+    top.add_argument("--json", action="store_true", help="with --once: print them as JSON")
     group = top.add_argument_group("recordings and access")
     group.add_argument("--record", metavar="FILE", help="write all events to a file as they come")
     group.add_argument("--replay", metavar="FILE", help="show such a file instead of a server")

@@ -235,7 +235,18 @@ def top_command(args: argparse.Namespace) -> int:
             if getattr(args, name) is not None:
                 flag = "URL" if name == "url" else "--" + name.replace("_", "-")
                 raise ConfigError(f"--replay FILE needs no {flag}: leave one out", param=name)
-    _need_terminal("termgen top", "read a server's /metrics or /v1/events instead")
+    if args.json and not args.once:
+        raise ConfigError("--json needs --once", param="json")
+    if args.once:
+        for name in ("replay", "record"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--once has no use for --{name}: leave one out", param=name)
+        from termgen.commands.top_command import read_key
+        from termgen.commands.top_once import run_once
+
+        key = read_key(args.admin_key_file)
+        return run_once(args.url, key=key, as_json=args.json, wait_s=args.wait)
+    _need_terminal("termgen top", "use `termgen top --once`, or read a server's /metrics")
     from termgen.commands.top_command import run_replay, run_top
 
     if args.replay is not None:

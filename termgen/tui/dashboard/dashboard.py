@@ -42,6 +42,7 @@ from termgen.tui.dashboard.pages.kv_map import kv_panel
 from termgen.tui.dashboard.pages.overview import LiveState
 from termgen.tui.dashboard.pages.requests import requests_panel, row_at
 from termgen.tui.dashboard.state.event_reader import EventReader
+from termgen.tui.dashboard.state.limits import Limit, limit_of, why_slow_start
 from termgen.tui.dashboard.state.log import Level
 from termgen.tui.dashboard.state.past import as_of
 from termgen.tui.dashboard.state.store import DashboardView
@@ -53,11 +54,12 @@ from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.canvas_screen import CanvasScreen, Column, Line
 from termgen.tui.paint.formatting import plural
 from termgen.tui.paint.frame import Frame
-from termgen.tui.paint.spans import Row
+from termgen.tui.paint.spans import Row, row_width, spread
 from termgen.vocabulary.events import StepRecord
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
 WINDOWS_S = (None, 30, 60, 120)
+LIMIT_NS = 500_000_000
 IDLE_PAINT_NS = 1_000_000_000
 """While nothing happens, only ages and uptime change."""
 OBSERVER_SMOOTHING = 0.2
@@ -93,6 +95,8 @@ class DashboardScreen(CanvasScreen):
         """What there is to step back through, since the display was frozen."""
         self._past: tuple[DashboardView, int, DashboardView] | None = None
         """(view, steps back, the view at that step)."""
+        self._limited: tuple[DashboardView, Limit | None] | None = None
+        """What limited the engine at a view."""
         self._shown_trouble = ""
         self._observed: tuple[int, int] | None = None
         self._observer_share: float | None = None
@@ -108,13 +112,9 @@ class DashboardScreen(CanvasScreen):
 
     def compose(self) -> ComposeResult:
         yield Canvas(self._paint_header, id="header")
-        yield Canvas(
-            lambda w, h: [tab_line(self._page, self.pages, on_cpu=self._then.on_cpu)], id="tabs"
-        )
+        yield Canvas(self._paint_tabs, id="tabs")
         with Column(id="overview"):
-            yield Canvas(
-                lambda w, h: overview.numbers_lines(self._then, w, h, self._gpus_then), id="numbers"
-            )
+            yield Canvas(self._paint_numbers, id="numbers")
             with Line(id="tiles"):
                 yield Canvas(self._framed(overview.decode_tile), id="decode")
                 yield Canvas(self._framed(overview.prefill_tile), id="prefill")
@@ -434,6 +434,28 @@ class DashboardScreen(CanvasScreen):
         self, renderer: Callable[[DashboardView, Frame], list[Row]]
     ) -> Callable[[int, int], Sequence[Row]]:
         return lambda width, height: renderer(self._then, self._frame(width, height))
+
+    def _paint_tabs(self, width: int, height: int) -> Sequence[Row]:
+        """The pages, and what limits now where there is room."""
+        left = tab_line(self._page, self.pages, on_cpu=self._then.on_cpu)
+        room = width - row_width(left) - 2
+        right = overview.limit_spans(self._limit(), why_slow_start(self._then), room)
+        return [spread(left, [*right, (" ", "text")], width) if right else left]
+
+    def _paint_numbers(self, width: int, height: int) -> Sequence[Row]:
+        return overview.numbers_lines(
+            self._then, width, height, self._gpus_then, limit=self._limit()
+        )
+
+    def _limit(self) -> Limit | None:
+        """Twice a second at most: a line that changes with every frame cannot be read."""
+        then, kept = self._then, self._limited
+        if kept is not None and (
+            kept[0] is then or (not then.is_past and 0 <= then.now_ns - kept[0].now_ns < LIMIT_NS)
+        ):
+            return kept[1]
+        self._limited = then, limit_of(then, self._client.model.memory)
+        return self._limited[1]
 
     def _paint_header(self, width: int, _height: int) -> Sequence[Row]:
         live = LiveState(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from termgen.client import ModelInfo
+from termgen.tui.dashboard.state.limits import Limit
 from termgen.tui.dashboard.state.step_figures import Values
 from termgen.tui.dashboard.state.store import DashboardView, windowed
 from termgen.tui.feeds.gpu_meter import GpuHistory
@@ -252,7 +253,30 @@ def _gauge_row(gauge: _Gauge, width: int, label: int, number: int, view: Dashboa
     return ((gauge.name.ljust(label), "muted"), *series, (words, "text"))
 
 
-def numbers_lines(view: DashboardView, width: int, height: int, gpu: GpuHistory = ()) -> list[Row]:
+def limit_spans(limit: Limit | None, slow_start: str, room: int) -> list[Span]:
+    """What limits now, in the longest form for which there is room; empty if there is none."""
+    if limit is None:
+        return []
+    long = f"{limit.words}; {slow_start}" if slow_start else limit.words
+    for label, words in (
+        ("limited by ", f"{limit.cause}: {long}"),
+        ("limited by ", f"{limit.cause}: {limit.words}"),
+        ("limited by ", limit.brief),
+        ("limit ", limit.brief),
+    ):
+        spans: list[Span] = [(label, "muted"), (words, "text")]
+        if row_width(tuple(spans)) <= room:
+            return spans
+    return []
+
+
+def numbers_lines(
+    view: DashboardView,
+    width: int,
+    height: int,
+    gpu: GpuHistory = (),
+    limit: Limit | None = None,
+) -> list[Row]:
     """The tiles' figures for small terminals, in three rows or a single one. The two rates keep
     their series, with its highest value and its length of time."""
     rest = _rest(view)
@@ -292,6 +316,9 @@ def numbers_lines(view: DashboardView, width: int, height: int, gpu: GpuHistory 
         for name, at, role in (("TTFT", view.ttft, "prefill"), ("ITL", view.gap, "decode"))
     ]
     times.append([("  p50/95/99", "muted")])
+    taken = row_width(tuple(span for group in times for span in group))
+    if short := limit_spans(limit, "", width - taken - 2):
+        times.append([("  ", "muted"), *short])
     return [_joined([head, *plots], width), _joined(parts, width), _joined(times, width)]
 
 
