@@ -15,6 +15,7 @@ from textual.widgets import Input, TextArea
 from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen, bench_engine_keys
 from termgen.tui.chat.chat_keys import COPY_KEYS
 from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import LinksPanel
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.chat.token_lens import LensScreen
@@ -33,6 +34,7 @@ BOXES = (
     SystemPromptPanel,
     HistoryPanel,
     LinksPanel,
+    FindPanel,
     LensScreen,
     ModelScreen,
     ThemeChooser,
@@ -80,6 +82,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
     "Move": (
         "chat.mark_earlier",
         "chat.mark_later",
+        "chat.find",
         "chat.page_up",
         "chat.page_down",
         "chat.write",
@@ -120,6 +123,7 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("sampling", [*SamplingPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("system prompt", [*SystemPromptPanel.BINDINGS, *first], TextArea.BINDINGS + every),
         Scope("earlier prompts", [*HistoryPanel.BINDINGS, *first], Input.BINDINGS + every),
+        Scope("find", [*FindPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("engine", [*SilentScreen.BINDINGS, *app], every),
         Scope("bench", [*BenchScreen.BINDINGS, *app], every),
         Scope("bench's engine", [*bench_engine_keys(), *app], every),

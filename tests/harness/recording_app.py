@@ -23,8 +23,10 @@ from tui_harness import NOW_NS, FrozenApp, chat_engine, shipped_themes
 from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen
 from termgen.tui.bench.bench_view import BenchView
 from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import Link, LinksPanel
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
+from termgen.tui.chat.state.conversation import Turn
 from termgen.tui.chat.token_lens import LensScreen
 from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.dashboard.dashboard import DashboardScreen
@@ -57,6 +59,7 @@ OVER: dict[str, Callable[[], Screen[Any]]] = {
     "sampling": lambda: SamplingPanel(PARAMS, PARAMS),
     "system prompt": lambda: SystemPromptPanel(""),
     "earlier prompts": lambda: HistoryPanel(["one", "two"]),
+    "find": lambda: FindPanel([Turn("one"), Turn("two")]),
     "silent": lambda: SilentScreen("no engine"),
     "engine": lambda: DashboardScreen(chat_engine(), hz=1.0, now_ns=lambda: NOW_NS),
     "bench": lambda: BenchScreen(lambda: BenchView("m", "l", "p"), stop=lambda: None, hz=1.0),

@@ -53,6 +53,7 @@ ACTION_OF_COMMAND = {
     "fit": "chat.fit",
     "retry": "chat.retry",
     "edit": "chat.edit",
+    "find": "chat.find",
     "tokens": "chat.tokens",
     "links": "chat.links",
     "sessions": "chat.sessions",

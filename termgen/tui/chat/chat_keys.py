@@ -86,6 +86,14 @@ KEYS = [
         tooltip="Mark the question after it",
     ),
     Binding(
+        "f8",
+        "find",
+        "Find",
+        show=False,
+        id="chat.find",
+        tooltip="The questions of this chat; type words to find them and their answers (/find)",
+    ),
+    Binding(
         "c,y",
         "copy_answer",
         "Copy answer",

@@ -451,6 +451,9 @@ class ChatScreen(ThemedScreen):
     def action_move_cursor(self, by: int) -> None:
         self.dialogue.move_cursor(by)
 
+    def action_find(self) -> None:
+        self.dialogue.find("")
+
     def action_edit_system(self) -> None:
         self.dialogue.open_system_panel()
 
@@ -518,6 +521,7 @@ class ChatScreen(ThemedScreen):
             "fit": self.dialogue.fit,
             "retry": alone(self.dialogue.regenerate),
             "edit": alone(self.dialogue.edit),
+            "find": self.dialogue.find,
             "tokens": alone(self.dialogue.look_at_tokens),
             "links": alone(self.tools.list_links),
             "sessions": alone(self.saved.toggle_panel),

@@ -19,6 +19,7 @@ from textual.worker import Worker
 
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
 from termgen.tui.chat.asking import QuestionFiles, Settings
+from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.panels import SystemPromptPanel
 from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_records import restored_params
@@ -530,10 +531,28 @@ class Dialogue:
             self.mark(None)
             self._view.transcript.to_end()
             return
-        self.mark(turns[at])
-        question, answer = self._entries[turns[at]]
+        self._go_to(turns[at])
+
+    def _go_to(self, turn: Turn) -> None:
+        self.mark(turn)
+        question, answer = self._entries[turn]
         self._view.transcript.bring_into_view(answer)
         self._view.transcript.bring_into_view(question)
+
+    def find(self, wanted: str) -> None:
+        """List the questions of the path, those with some words; mark the one that is chosen."""
+        turns = self.conversation.turns
+        if not turns:
+            self._view.notify("nothing was asked in this chat yet")
+            return
+        marked = turns.index(self.marked) if self.marked is not None else None
+
+        def go(place: int | None) -> None:
+            # An answer may have come meanwhile, or another chat.
+            if place is not None and turns[place] in self.conversation.turns:
+                self._go_to(turns[place])
+
+        self._view.screen.app.push_screen(FindPanel(turns, wanted, marked), go)
 
     def switch_sibling(self, by: int) -> None:
         """Show a sibling of the turn under the cursor, with the path below it."""

@@ -31,7 +31,15 @@ LIMIT_S = 30.0
 ACTION_S = 3.0
 HARNESS = Path(__file__).parents[2] / "harness"
 SCENES = ("prompt", "browse", "chats", "engine", "help", "themes", "models", "tokens", "links")
-SCENES += ("sampling", "system prompt", "earlier prompts", "silent", "bench", "bench's engine")
+SCENES += (
+    "sampling",
+    "system prompt",
+    "earlier prompts",
+    "find",
+    "silent",
+    "bench",
+    "bench's engine",
+)
 """What is shown for each of the app's scopes, in their order."""
 TYPING = {"prompt", "chats"}
 """Scenes that take a letter as text, whatever it is bound to elsewhere."""

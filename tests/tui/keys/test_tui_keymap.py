@@ -62,8 +62,8 @@ def test_every_class_with_bindings_is_known_and_every_binding_is_complete() -> N
     [
         (["chat.stop"], "keys: 'chat.stop': an entry is written ID=KEY, or ID=KEY KEY"),
         (["chat.stop="], "an entry is written ID=KEY"),
-        (["chat.stpo=f8"], "there is no action 'chat.stpo'; did you mean chat.stop?"),
-        (["chat.stop=f11", "chat.stop=f8"], "chat.stop is there twice"),
+        (["chat.stpo=f14"], "there is no action 'chat.stpo'; did you mean chat.stop?"),
+        (["chat.stop=f11", "chat.stop=f14"], "chat.stop is there twice"),
         (["chat.stop=ctlr+x"], "keys: 'chat.stop=ctlr+x': there is no key 'ctlr+x'"),
         (["chat.stop=f99"], "there is no key 'f99'"),
         (["chat.stop=ctrl+"], "there is no key 'ctrl+'"),
@@ -112,12 +112,12 @@ def test_the_config_file_has_a_table(tmp_path: Path) -> None:
 
 
 def test_the_command_lists_every_action(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["keys", "--keys", "chat.stop=f10 f8"]) == 0
+    assert cli.main(["keys", "--keys", "chat.stop=f10 f14"]) == 0
     out = capsys.readouterr().out
     assert {line.split()[0] for line in out.split("\n\n")[0].splitlines()} == {
         b.id for b in bindings()
     }
-    assert "chat.stop                 *f10  f8" in out
+    assert "chat.stop                 *f10  f14" in out
     assert cli.main(["keys", "--keys", "chat.stop=nokey"]) == 2
     assert "there is no key 'nokey'" in capsys.readouterr().err
 
@@ -128,17 +128,17 @@ def footer_keys(app: FrozenApp) -> dict[str, str]:
 
 
 async def test_footer_help_palette_and_tabs_show_the_changed_keys() -> None:
-    changes = ("chat.stop=f10 ctrl+g", "chat.engine=f8", "dashboard.log=y", "dashboard.pause=p")
+    changes = ("chat.stop=f10 ctrl+g", "chat.engine=f14", "dashboard.log=y", "dashboard.pause=p")
     app = FrozenApp(chat_engine(), ui=UIConfig(keys=changes))
     stop = "Stop the answer; else give up an edit; else browse the chat"
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
-        assert footer_keys(app)["Engine"] == "f8"
+        assert footer_keys(app)["Engine"] == "f14"
         words = {c.title: c.help for c in app.get_system_commands(app.screen)}
         assert words["Answer: Stop"] == f"{stop} (f10  ctrl+g)"
         await pilot.press("f2")
         assert isinstance(app.screen, ChatScreen), "its old key does nothing"
-        await pilot.press("f8")
+        await pilot.press("f14")
         assert isinstance(app.screen, DashboardScreen)
         await pilot.pause()
         assert " y log" in app.screen.query_one("#tabs", Canvas).text
@@ -157,7 +157,7 @@ async def test_footer_help_palette_and_tabs_show_the_changed_keys() -> None:
 
 async def test_the_prompts_own_keys_can_be_changed() -> None:
     script = Script(pieces=pieces(ANSWER))
-    app = FrozenApp(chat_engine(script), ui=UIConfig(keys=("prompt.send=f11", "chat.stop=f8")))
+    app = FrozenApp(chat_engine(script), ui=UIConfig(keys=("prompt.send=f11", "chat.stop=f14")))
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
         await pilot.press("a", "enter", "b", "ctrl+j", "c")
@@ -182,7 +182,7 @@ async def test_two_keys_that_change_places_do() -> None:
 
 async def test_keys_that_text_names_are_those_of_now() -> None:
     changes = {
-        "app.help": "f8",
+        "app.help": "f14",
         "app.quit": "ctrl+g",
         "chat.engine": "f10",
         "chat.retry": "alt+t",
@@ -209,7 +209,7 @@ async def test_keys_that_text_names_are_those_of_now() -> None:
             "enter    new line",
             "f13      stop",
             "f10      watch",
-            "f8 ",
+            "f14 ",
         ):
             assert words in " ".join(empty.split("\n")), words
         assert "^o send  ⏎ new line" in str(app.chat.prompt.border_subtitle)
@@ -226,7 +226,7 @@ async def test_keys_that_text_names_are_those_of_now() -> None:
         assert "backspace delete" in str(app.chat.panel.border_subtitle)
         await pilot.press("ctrl+b")
         for key, words in (
-            ("f8", "x closes"),
+            ("f14", "x closes"),
             ("f9", "x goes back"),
             ("f3", "f11 the model's defaults"),
             ("f4", "f11 use it"),
