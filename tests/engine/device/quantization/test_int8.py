@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -261,22 +262,31 @@ def test_few_matrices_exist_in_both_forms_while_a_model_is_loaded(
         build(load_model_config(folder), quantization="int8").finalize()
 
 
-def divergences(model: Path, tokenizer: Path, kept: str = "int8") -> torch.Tensor:
-    """[160] of the next-token probabilities from those of the float32 model, in nats, for the
-    README's beginning: `NUM_READ` tokens as a prompt, the others one by one."""
+@functools.cache
+def log_probabilities(model: Path, tokenizer: Path, quantization: str | None) -> torch.Tensor:
+    """[160, vocab] of the README's beginning: `NUM_READ` tokens as a prompt, the others one by
+    one."""
     text = (Path(__file__).parents[4] / "README.md").read_text()[:1200]
     ids = list(load_tokenizer(tokenizer).encode(text))[: NUM_READ + NUM_WRITTEN]
+    paged = PagedModel(load(model, quantization=quantization))
+    prompt = paged.step([Row(0, 0, ids[:NUM_READ])])[0]
+    singles = [paged.step([Row(0, i, [ids[i]])])[0] for i in range(NUM_READ, len(ids))]
+    return torch.cat([prompt, *singles]).double().log_softmax(-1)
 
-    def log_probabilities(quantization: str | None) -> torch.Tensor:
-        paged = PagedModel(load(model, quantization=quantization))
-        prompt = paged.step([Row(0, 0, ids[:NUM_READ])])[0]
-        singles = [paged.step([Row(0, i, [ids[i]])])[0] for i in range(NUM_READ, len(ids))]
-        return torch.cat([prompt, *singles]).double().log_softmax(-1)
 
-    exact, quantized = log_probabilities(None), log_probabilities(kept)
+def divergences(model: Path, tokenizer: Path, kept: str = "int8") -> torch.Tensor:
+    """[160] of the next-token probabilities from those of the float32 model, in nats."""
+    exact, quantized = (log_probabilities(model, tokenizer, form) for form in (None, kept))
     found = (exact.exp() * (exact - quantized)).sum(-1)
     print(f"mean {found.mean():.1e}, p99 {found.quantile(0.99):.1e}, largest {found.max():.1e}")
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_kept() -> Iterator[None]:
+    """Probabilities are 60 MB a model: they go with the module."""
+    yield
+    log_probabilities.cache_clear()
 
 
 def test_a_real_model_answers_as_its_float_weights_do(smollm2_gguf: Path) -> None:
