@@ -103,10 +103,18 @@ def _fitted(
 
 
 def keep_rows(
-    numbers: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, num_rows: int
+    numbers: torch.Tensor,
+    scale: torch.Tensor,
+    low: torch.Tensor,
+    num_rows: int,
+    num_bits: int = 8,
 ) -> Quantized:
     """Rows whose blocks have numbers, scales and offsets already: numbers [n, BLOCK] uint8, scale
-    and low [n] float32, n = num_rows * columns / BLOCK. The latter two are rounded to 16 bits."""
+    and low [n] float32, n = num_rows * columns / BLOCK. The latter two are rounded to 16 bits.
+    num_bits: 4 rounds numbers of more levels than 16 anew."""
+    if num_bits == 4 and not _is_coarse(numbers):
+        values = numbers.float().mul_(scale[:, None]).add_(low[:, None])
+        return quantize_rows(values.view(num_rows, -1), 4)
     scale, low = scale.view(num_rows, -1), low.view(num_rows, -1)
     largest = torch.maximum(low.abs(), (low + LEVELS * scale).abs()).amax(1)
     exponent = torch.frexp(largest).exponent.clamp(-125, 127)

@@ -22,8 +22,6 @@ BLOCK = 32
 LARGEST_NIBBLE = 15
 COARSE = 17
 """Levels between the numbers of four bits: 255 / 15."""
-KINDS_OF_4_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
-"""Kinds whose numbers have 16 levels."""
 GROUPS = "GROUPS"
 """Kind of integers of up to 8 bits: 32 bytes of numbers, their scale and their offset."""
 GROUPS_BLOCK = BLOCK

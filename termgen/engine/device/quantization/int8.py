@@ -24,7 +24,7 @@ from termgen.engine.device.native.int8_blocks import (
     keep_rows,
     quantize_rows,
 )
-from termgen.engine.device.quantization.affine_blocks import KINDS, KINDS_OF_4_BITS, affine
+from termgen.engine.device.quantization.affine_blocks import KINDS, affine
 from termgen.engine.device.quantization.gathered_rows import GatheredRows
 from termgen.errors import ConfigError
 
@@ -69,7 +69,11 @@ class Int8Linear(nn.Module):
 
     def load_stored(self, rows: StoredRows, first_row: int) -> None:
         assert not self._padding, "blocks of a file are whole"
-        self._add(keep_rows(*affine(rows), len(rows.blocks)), first_row)
+        row_numbers = rows.blocks[0].numel() * 2  # at most: a byte holds two of four bits
+        for blocks in torch.split(rows.blocks, max(1, _PART_NUMBERS // row_numbers)):
+            part = affine(StoredRows(rows.kind, blocks))
+            self._add(keep_rows(*part, len(blocks), self.num_bits), first_row)
+            first_row += len(blocks)
 
     def _add(self, loaded: Quantized, first_row: int) -> None:
         parts = self._gathered.add(loaded, first_row)
@@ -114,9 +118,9 @@ class Int8Linear(nn.Module):
 
 
 class Q4Linear(Int8Linear):
-    """LinearMethod: 4 bits a number, and 32 bits for every 32 of them."""
+    """LinearMethod: 4 bits a number, and 32 bits for every 32 of them. What has 16 levels in a file
+    keeps them."""
 
-    kinds = KINDS_OF_4_BITS
     num_bits = 4
 
 

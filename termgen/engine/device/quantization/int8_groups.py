@@ -34,7 +34,7 @@ from termgen.engine.device.layers.linear import LinearMethod, LinearSpec
 from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.triton_ops import SharedWorkspace
 from termgen.engine.device.native.int8_blocks import Quantized, keep_rows, quantize_rows
-from termgen.engine.device.quantization.affine_blocks import KINDS, KINDS_OF_4_BITS, affine
+from termgen.engine.device.quantization.affine_blocks import KINDS, affine
 from termgen.engine.device.quantization.gathered_rows import GatheredRows
 
 TILE = 32
@@ -105,7 +105,7 @@ class GroupLinear(nn.Module):
         row_numbers = rows.blocks[0].numel() * 2  # at most: a byte holds two of four bits
         for blocks in torch.split(rows.blocks, max(1, _PART_NUMBERS // row_numbers)):
             part = affine(StoredRows(rows.kind, blocks.to(self._spec.device)))
-            self._add(keep_rows(*part, len(blocks)), first_row)
+            self._add(keep_rows(*part, len(blocks), self.num_bits), first_row)
             first_row += len(blocks)
 
     def _add(self, loaded: Quantized, first_row: int) -> None:
@@ -178,9 +178,9 @@ class GroupLinear(nn.Module):
 
 
 class Group4Linear(GroupLinear):
-    """LinearMethod: 4 bits a number, and 32 bits for every 32 of them."""
+    """LinearMethod: 4 bits a number, and 32 bits for every 32 of them. What has 16 levels in a file
+    keeps them."""
 
-    kinds = KINDS_OF_4_BITS
     num_bits = 4
 
 

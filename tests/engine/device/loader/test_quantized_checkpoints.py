@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from termgen.engine.device.config.stored_weights import StoredWeights
 from termgen.engine.device.loader import open_checkpoint, quantized_tensors
 from termgen.engine.device.loader.quantized_tensors import QuantizedTensors, StoredTensor
-from termgen.engine.device.quantization.int8 import Int8Linear
+from termgen.engine.device.quantization.int8 import Int8Linear, Q4Linear
 from termgen.engine.device.quantization.stored_matrices import unpack
 from termgen.errors import CorruptFileError, ModelError, UnsupportedModelError
 
@@ -160,6 +160,25 @@ def test_on_a_cpu_integers_stay_what_they_are(
     values = checkpoint.tensor("model.layers.1.mlp.down_proj.weight")
     error = (method.embed(torch.arange(64)) - values).abs().max() / values.abs().max()
     assert error < (2e-2 if config.get("desc_act") else 1e-3)
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("write", "config"), [(awq(32), {"quant_method": "awq"}), (gptq(8, 64), {**GPTQ, "bits": 8})]
+)
+def test_in_four_bits_groups_of_16_levels_stay(
+    write: Write, config: dict[str, Any], tiny_model_dir: TinyModelDir, tmp_path: Path
+) -> None:
+    source = tiny_model_dir("llama", intermediate_size=128)
+    folder, twin = quantize_folder(source, tmp_path / "model", config, write)
+    model, checkpoint = load(folder, quantization="q4"), open_checkpoint(twin)
+    method = model.get_submodule("layers.1.mlp.down_proj").method
+    assert isinstance(method, Q4Linear) and method._blocks is not None
+    assert [run.num_bits for run in method._blocks.runs] == [4]
+    values = checkpoint.tensor("model.layers.1.mlp.down_proj.weight")
+    error = (method.embed(torch.arange(64)) - values).abs().max() / values.abs().max()
+    assert bool(error < 1e-3) == (config["quant_method"] == "awq")
+    assert error < 0.1
     checkpoint.close()
 
 
