@@ -48,6 +48,8 @@ def cause(view: DashboardView) -> str | None:
     limit = limit_of(view, MEMORY)
     if limit is not None:
         assert limit.brief and limit.words and len(limit.brief) <= 24
+        on_a_line = f"limited by {limit.cause}: {limit.figures or limit.words}"
+        assert len(on_a_line) <= 66, "the room beside the tabs at 140 columns"
     return limit and limit.cause
 
 
@@ -69,9 +71,7 @@ def test_prompts_are_what_steps_take_beyond_decodes() -> None:
     assert limit is not None and limit.cause == "prompts"
     # Two steps take 110 ms, 70 of them beyond the 20 of a decode.
     assert limit.brief == "prompts 64%"
-    assert limit.words == (
-        "prompts take 64% of the device's time, 1.9k of 2.0k tokens of them a step"
-    )
+    assert limit.words == ("prompts take 64% of the device's time, 1.9k of 2.0k tokens a step")
     assert cause(run({}, {}, {}, {**chunk, "ms": 40.0})) == "decodes"
     nothing_else = {**chunk, "num_decode_rows": 0}
     assert cause(run(nothing_else)) == "prompts"
@@ -113,7 +113,7 @@ def test_late_masks_are_those_of_the_window() -> None:
 
     limit = limit_of(counted(0, 2), MEMORY)
     assert limit is not None and limit.cause == "grammars"
-    assert limit.words == "masks of grammars were late for 20% of the tokens"
+    assert limit.words == "late masks, for 20% of the tokens"
     assert cause(counted(9000, 0)) == "decodes"
 
 
@@ -147,14 +147,15 @@ def test_a_queue_explains_a_slow_start() -> None:
 
 
 def test_the_line_takes_the_longest_form_that_fits() -> None:
-    limit = Limit("host", "host 38%", "the device waits")
+    limit = Limit("host", "host 38%", "the device waits for it", "it waits")
     texts = [
         "".join(text for text, _ in limit_spans(limit, "slow start", room))
-        for room in (80, 32, 20, 15, 10)
+        for room in (80, 42, 32, 20, 15, 10)
     ]
     assert texts == [
-        "limited by host: the device waits; slow start",
-        "limited by host 38%",
+        "limited by host: the device waits for it; slow start",
+        "limited by host: the device waits for it",
+        "limited by host: it waits",
         "limited by host 38%",
         "limit host 38%",
         "",

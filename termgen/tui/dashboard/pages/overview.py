@@ -261,6 +261,7 @@ def limit_spans(limit: Limit | None, slow_start: str, room: int) -> list[Span]:
     for label, words in (
         ("limited by ", f"{limit.cause}: {long}"),
         ("limited by ", f"{limit.cause}: {limit.words}"),
+        ("limited by ", f"{limit.cause}: {limit.figures or limit.words}"),
         ("limited by ", limit.brief),
         ("limit ", limit.brief),
     ):

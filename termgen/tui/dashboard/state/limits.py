@@ -48,6 +48,8 @@ class Limit(NamedTuple):
     """The cause with its figure, for a narrow screen."""
     words: str
     """The evidence, as a sentence."""
+    figures: str = ""
+    """The same in fewer words, where the sentence is long."""
 
 
 class _Steps(NamedTuple):
@@ -122,7 +124,7 @@ def _queue(view: DashboardView, steps: _Steps) -> Limit | None:
         places = count(view.max_num_seqs or view.num_running)
         return Limit("places", f"places, {wait}", f"{wait} for a place: all {places} are taken")
     if reason == BLOCKS:
-        words = f"{wait} for KV blocks, {percent(view.kv_usage)} of which are in use"
+        words = f"{wait} for some, {percent(view.kv_usage)} of them are in use"
         return Limit("KV blocks", f"KV blocks, {wait}", words)
     if reason == GRAMMAR:
         words = f"{wait}: the first one's grammar is not ready"
@@ -136,7 +138,7 @@ def _grammars(steps: _Steps) -> Limit | None:
     share = late / (late + float(steps.num_sampled_tokens[1:].sum())) if late > 0 else 0.0
     if share < LATE_SHARE:
         return None
-    words = f"masks of grammars were late for {percent(share)} of the tokens"
+    words = f"late masks, for {percent(share)} of the tokens"
     return Limit("grammars", f"grammars {percent(share)}", words)
 
 
@@ -151,7 +153,9 @@ def _host(steps: _Steps, busy_us: float) -> Limit | None:
         f"the device waits for the host {percent(share)} of the time; "
         f"a step takes it {plan} to plan, {launch} to launch, {apply} to apply"
     )
-    return Limit("host", f"host {percent(share)}", words)
+    mean = took(sum(float(each.mean()) for each in times) / 1e3)
+    figures = f"waited for {percent(share)} of the time, {mean} a step"
+    return Limit("host", f"host {percent(share)}", words, figures)
 
 
 def _sampling(steps: _Steps, busy_us: float) -> Limit | None:
@@ -177,12 +181,10 @@ def _prompts(view: DashboardView, steps: _Steps, busy: Numbers, total: float) ->
     if share < PROMPTS_SHARE:
         return None
     budget = view.max_num_batched_tokens
-    of_budget = f" of {count(budget)}" if budget else ""
-    words = (
-        f"prompts take {percent(share)} of the device's time,"
-        f" {count(float(tokens[is_mixed].mean()))}{of_budget} tokens of them a step"
-    )
-    return Limit("prompts", f"prompts {percent(share)}", words)
+    num_tokens = count(float(tokens[is_mixed].mean())) + (f" of {count(budget)}" if budget else "")
+    words = f"prompts take {percent(share)} of the device's time, {num_tokens} tokens a step"
+    figures = f"{percent(share)} of the time, {num_tokens} tokens a step"
+    return Limit("prompts", f"prompts {percent(share)}", words, figures)
 
 
 def _decodes(
@@ -196,13 +198,15 @@ def _decodes(
     usual_us = _median(busy[is_plain])
     usual = took(usual_us / 1e3)
     rows = plural(round(_median(steps.num_decode_rows[is_plain])), "request")
-    words = f"a step of {rows} takes {usual}"
+    words, figures = f"a step of {rows} takes {usual}", ""
     if memory is not None and usual_us:
         cached = round(view.kv_usage * memory.kv_cache_bytes)
-        rate = (memory.weights_bytes + cached) / usual_us / 1e3
+        whole = memory.weights_bytes + cached
+        rate = f"{whole / usual_us / 1e3:,.0f} GB/s"
         words += f", for {size(memory.weights_bytes)} of weights and {size(cached)} of keys and"
-        words += f" values: {rate:,.0f} GB/s"
-    return Limit("decodes", f"decodes, {usual} a step", words)
+        words += f" values: {rate}"
+        figures = f"{usual} a step, {size(whole)} at {rate}"
+    return Limit("decodes", f"decodes, {usual} a step", words, figures)
 
 
 def _median(values: Numbers) -> float:
