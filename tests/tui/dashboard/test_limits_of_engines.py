@@ -36,7 +36,12 @@ def engines(tiny_llama_dir: Path) -> Iterator[Engines]:
 def limit_after(
     engine: SyncEngine, prompts: list[int], *, output: int, steps: int, slow_host_s: float = 0.0
 ) -> Limit | None:
-    """Requests of so many prompt tokens, and the limit while they run."""
+    """Requests of so many prompt tokens, and the limit while they run. What only first steps do was
+    done before."""
+    first = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    engine.add(GenerationRequest(request_id="first", prompt_token_ids=(1, 2, 3), params=first))
+    while engine.has_unfinished:
+        engine.step()
     ring = engine.core.bus.subscribe()
     store = DashboardStore(started_ns=time.perf_counter_ns(), on_cpu=True)
     for i, length in enumerate(prompts):
@@ -59,7 +64,7 @@ def limit_after(
     [
         ({"max_num_seqs": 2}, [8] * 6, 400, "places"),
         ({"max_num_seqs": 8, "num_gpu_blocks_override": 24}, [100] * 8, 100, "KV blocks"),
-        ({"max_num_seqs": 8, "max_num_batched_tokens": 32}, [400] * 4, 50, "prompts"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 2048}, [480] * 90, 2, "prompts"),
     ],
 )
 def test_an_engine_held_back(
@@ -70,7 +75,7 @@ def test_an_engine_held_back(
     expected: str,
 ) -> None:
     engine = engines(**options)
-    limit = limit_after(engine, prompts, output=output, steps=40)
+    limit = limit_after(engine, prompts, output=output, steps=20)
     assert limit is not None and limit.cause == expected, limit
 
 
