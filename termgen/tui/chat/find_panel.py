@@ -6,21 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from textual import on
-from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
-from textual.widgets import Input, OptionList
-from textual.widgets.option_list import Option
 
+from termgen.tui.chat.search_panel import SearchPanel
 from termgen.tui.chat.state.conversation import Turn
 from termgen.tui.keys.keymap import brief_key_of
 from termgen.tui.paint.sanitize import clean_line
 
-MAX_CHARS = 200
-"""Longest text to look for."""
 QUESTION_CHARS = 200
 BEFORE_CHARS, AFTER_CHARS = 30, 120
 """An excerpt: what is shown around the first word that was found."""
@@ -66,7 +59,7 @@ def find(turns: Sequence[Turn], wanted: str) -> list[Hit]:
     return hits
 
 
-class FindPanel(ModalScreen[int | None]):
+class FindPanel(SearchPanel[int]):
     """Gives back the index of a turn."""
 
     BINDINGS = [
@@ -80,66 +73,28 @@ class FindPanel(ModalScreen[int | None]):
             tooltip="Close, and stay where the chat was",
         ),
     ]
+    MAX_CHARS = 200
 
     def __init__(self, turns: Sequence[Turn], wanted: str = "", marked: int | None = None) -> None:
         """wanted: words to begin with. marked: the turn to begin at; None: the last one."""
-        super().__init__()
-        assert turns, "there is one to choose"
+        super().__init__("find", wanted)
         self._turns = turns
-        self._wanted = wanted
         self._marked = marked
-        self._hits: list[Hit] = []
 
-    def compose(self) -> ComposeResult:
-        with Vertical(id="find", classes="panel") as box:
-            box.border_title = "find in this chat"
-            earlier, close = brief_key_of(self, "find.earlier"), brief_key_of(self, "find.close")
-            box.border_subtitle = f"⏎ go there · {earlier} earlier · {close} close"
-            yield Input(
-                self._wanted,
-                placeholder="words of a question or its answer",
-                compact=True,
-                max_length=MAX_CHARS,
-                select_on_focus=False,
-            )
-            hits = OptionList(compact=True, markup=False)
-            hits.can_focus = False  # the keys are this screen's
-            yield hits
+    def words(self) -> tuple[str, str, str]:
+        earlier, close = brief_key_of(self, "find.earlier"), brief_key_of(self, "find.close")
+        keys = f"⏎ go there · {earlier} earlier · {close} close"
+        return "find in this chat", keys, "words of a question or its answer"
 
-    def on_mount(self) -> None:
-        self._search(self._wanted)
-
-    @on(Input.Changed)
-    def _changed(self, event: Input.Changed) -> None:
-        self._search(event.value)
-
-    def _search(self, wanted: str) -> None:
-        self._hits = find(self._turns, wanted)
-        places = [hit.place for hit in self._hits]
-        options = self.query_one(OptionList)
-        options.clear_options()
-        options.add_options(map(_option, self._hits))
-        at = places.index(self._marked) if self._marked in places else len(places) - 1
-        options.highlighted = at if places else None
-
-    def action_move(self, by: int) -> None:
-        if self._hits:
-            options = self.query_one(OptionList)
-            options.highlighted = ((options.highlighted or 0) + by) % len(self._hits)
-
-    @on(Input.Submitted)
-    def _take(self) -> None:
-        chosen = self.query_one(OptionList).highlighted
-        self.dismiss(self._hits[chosen].place if chosen is not None else None)
-
-    @on(OptionList.OptionSelected)
-    def _clicked(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(self._hits[event.option_index].place)
+    def find(self, wanted: str) -> tuple[Sequence[tuple[int, Content]], int]:
+        lines = [(hit.place, _line(hit)) for hit in find(self._turns, wanted)]
+        places = [place for place, _ in lines]
+        return lines, places.index(self._marked) if self._marked in places else len(places) - 1
 
 
-def _option(hit: Hit) -> Option:
+def _line(hit: Hit) -> Content:
     number = (f"{hit.place + 1:>3}  ", "dim")
     if not hit.word:
-        return Option(Content.assemble(number, hit.question))
+        return Content.assemble(number, hit.question)
     excerpt = ((f"\n     {hit.before}", "dim"), (hit.word, "bold"), (hit.after, "dim"))
-    return Option(Content.assemble(number, hit.question, *excerpt))
+    return Content.assemble(number, hit.question, *excerpt)

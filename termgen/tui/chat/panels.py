@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 
 from textual import events, on
 from textual.app import ComposeResult
@@ -14,9 +15,9 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Input, Label, OptionList
-from textual.widgets.option_list import Option
+from textual.widgets import Input, Label
 
+from termgen.tui.chat.search_panel import SearchPanel
 from termgen.tui.chat.state.sampling_fields import FIELDS, field_text, read_fields
 from termgen.tui.chat.widgets.safe_text_area import SafeTextArea
 from termgen.tui.keys.keymap import brief_key_of
@@ -163,7 +164,7 @@ class SystemPromptPanel(ModalScreen[str | None]):
         self.dismiss(self.query_one(SafeTextArea).text.strip())
 
 
-class HistoryPanel(ModalScreen[str | None]):
+class HistoryPanel(SearchPanel[str]):
     """Earlier prompts, newest first, those with every word that is typed."""
 
     BINDINGS = [
@@ -177,49 +178,18 @@ class HistoryPanel(ModalScreen[str | None]):
             tooltip="Close, and keep what the prompt has",
         ),
     ]
+    MAX_CHARS = MAX_FIELD_CHARS
 
     def __init__(self, prompts: Sequence[str]) -> None:
         """prompts: newest first."""
-        super().__init__()
+        super().__init__("history")
         self._prompts = prompts
-        self._found: list[str] = []
 
-    def compose(self) -> ComposeResult:
-        with Vertical(id="history", classes="panel") as box:
-            box.border_title = "earlier prompts"
-            older, close = brief_key_of(self, "history.older"), brief_key_of(self, "history.close")
-            box.border_subtitle = f"⏎ take it · {older} older · {close} close"
-            yield Input(placeholder="search", compact=True, max_length=MAX_FIELD_CHARS)
-            prompts = OptionList(compact=True, markup=False)
-            prompts.can_focus = False
-            yield prompts
+    def words(self) -> tuple[str, str, str]:
+        older, close = brief_key_of(self, "history.older"), brief_key_of(self, "history.close")
+        return "earlier prompts", f"⏎ take it · {older} older · {close} close", "search"
 
-    def on_mount(self) -> None:
-        self._search("")
-
-    @on(Input.Changed)
-    def _changed(self, event: Input.Changed) -> None:
-        self._search(event.value)
-
-    def _search(self, wanted: str) -> None:
+    def find(self, wanted: str) -> tuple[Sequence[tuple[str, Content]], int]:
         words = wanted.lower().split()
         hits = (p for p in self._prompts if all(word in p.lower() for word in words))
-        self._found = [prompt for _, prompt in zip(range(MAX_FOUND), hits, strict=False)]
-        prompts = self.query_one(OptionList)
-        prompts.clear_options()
-        prompts.add_options(Option(Content(clean_line(p[:500]))) for p in self._found)
-        prompts.highlighted = 0 if self._found else None
-
-    def action_move(self, by: int) -> None:
-        prompts = self.query_one(OptionList)
-        if self._found:
-            prompts.highlighted = ((prompts.highlighted or 0) + by) % len(self._found)
-
-    @on(Input.Submitted)
-    def _take(self) -> None:
-        chosen = self.query_one(OptionList).highlighted
-        self.dismiss(self._found[chosen] if chosen is not None else None)
-
-    @on(OptionList.OptionSelected)
-    def _clicked(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(self._found[event.option_index])
+        return [(hit, Content(clean_line(hit[:500]))) for hit in islice(hits, MAX_FOUND)], 0
