@@ -1,10 +1,22 @@
-"""The quantised rows of a matrix while it is loaded."""
+"""The rows of a matrix while it is loaded: rounded, or kept as a file has them, and gathered."""
 
 from __future__ import annotations
 
-import torch
+from abc import abstractmethod
 
-from termgen.engine.device.native.int8_blocks import BLOCK, Quantized
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from termgen.engine.device.layers.linear import LinearSpec
+from termgen.engine.device.layers.stored_rows import StoredRows
+from termgen.engine.device.native.int8_blocks import (
+    BLOCK,
+    Quantized,
+    keep_rows,
+    quantize_rows,
+)
+from termgen.engine.device.quantization.affine_blocks import KINDS, affine
 
 
 class GatheredRows:
@@ -44,3 +56,43 @@ class GatheredRows:
             torch.empty(num_rows, num_blocks, dtype=torch.float16, device=device),
             torch.empty(num_rows, device=device),
         )
+
+
+class RoundedLinear(nn.Module):
+    """The loading half of a LinearMethod with a scale and an offset for every 32 numbers. Blocks of
+    a file keep their numbers, where their type has no more scales than that."""
+
+    kinds = KINDS
+    num_bits = 8
+    """4: weights have 16 levels. What has no more in a file keeps them."""
+    part_numbers: int
+    """Numbers rounded at a time."""
+
+    def __init__(self, spec: LinearSpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self._padding = -spec.in_features % BLOCK
+        self._gathered = GatheredRows(spec.out_features, spec.in_features, spec.device)
+
+    def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
+        for rows in torch.split(tensor, max(1, self.part_numbers // tensor.shape[1])):
+            padded = F.pad(rows.to(self._spec.device), (0, self._padding))
+            self._add(quantize_rows(padded, self.num_bits), first_row)
+            first_row += len(rows)
+
+    def load_stored(self, rows: StoredRows, first_row: int) -> None:
+        assert not self._padding, "blocks of a file are whole"
+        row_numbers = rows.blocks[0].numel() * 2  # at most: a byte holds two of four bits
+        for blocks in torch.split(rows.blocks, max(1, self.part_numbers // row_numbers)):
+            part = affine(StoredRows(rows.kind, blocks.to(self._spec.device)))
+            self._add(keep_rows(*part, len(blocks), self.num_bits), first_row)
+            first_row += len(blocks)
+
+    def _add(self, loaded: Quantized, first_row: int) -> None:
+        whole = self._gathered.add(loaded, first_row)
+        if whole is not None:
+            self._keep(whole)
+
+    @abstractmethod
+    def _keep(self, whole: Quantized) -> None:
+        """Make of the whole matrix what products read."""

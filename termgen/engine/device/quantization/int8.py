@@ -14,18 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from termgen.engine.device.layers.linear import LinearSpec
-from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.native import why_unusable
 from termgen.engine.device.native.int8_blocks import (
-    BLOCK,
     TILE,
     Int8Blocks,
     Quantized,
-    keep_rows,
-    quantize_rows,
 )
-from termgen.engine.device.quantization.affine_blocks import KINDS, affine
-from termgen.engine.device.quantization.gathered_rows import GatheredRows
+from termgen.engine.device.quantization.gathered_rows import RoundedLinear
 from termgen.errors import ConfigError
 
 _MOST_ROWS = 48
@@ -33,53 +28,31 @@ _MOST_ROWS = 48
 (SmolLM2-135M's shapes on two cores: alike from 48 to 100)."""
 _CHUNK_NUMBERS = 2**20
 """Numbers widened at a time: a part of the weight that stays in cache."""
-_PART_NUMBERS = 2**18
-"""Numbers quantized at a time: what each pass over them reads and writes stays in cache."""
 _memory = threading.local()
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(RoundedLinear):
     """LinearMethod: 8 bits a number, and 32 bits for every 32 of them.
 
-    A tied embedding needs no second copy: `embed` looks rows up in the quantized head. Blocks of a
-    GGUF file keep their numbers, where their type has no more scales than that.
+    A tied embedding needs no second copy: `embed` looks rows up in the quantized head.
     """
 
-    kinds = KINDS
-    num_bits = 8
+    part_numbers = 2**18
+    """What each pass over them reads and writes stays in cache."""
 
     def __init__(self, spec: LinearSpec) -> None:
-        super().__init__()
+        super().__init__(spec)
         if spec.device.type != "cpu":
             raise ConfigError(
                 "weights in integers are for a CPU or an NVIDIA GPU, not for"
                 f" {spec.device.type}; leave the quantization out or use --device cpu",
                 param="quantization",
             )
-        self._spec = spec
-        self._padding = -spec.in_features % BLOCK
-        self._gathered = GatheredRows(spec.out_features, spec.in_features, spec.device)
         self._blocks: Int8Blocks | None = None
         self._most_rows = -1 if why_unusable() else _MOST_ROWS
 
-    def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
-        for rows in torch.split(tensor, max(1, _PART_NUMBERS // tensor.shape[1])):
-            self._add(quantize_rows(self._padded(rows), self.num_bits), first_row)
-            first_row += len(rows)
-
-    def load_stored(self, rows: StoredRows, first_row: int) -> None:
-        assert not self._padding, "blocks of a file are whole"
-        row_numbers = rows.blocks[0].numel() * 2  # at most: a byte holds two of four bits
-        for blocks in torch.split(rows.blocks, max(1, _PART_NUMBERS // row_numbers)):
-            part = affine(StoredRows(rows.kind, blocks))
-            self._add(keep_rows(*part, len(blocks), self.num_bits), first_row)
-            first_row += len(blocks)
-
-    def _add(self, loaded: Quantized, first_row: int) -> None:
-        parts = self._gathered.add(loaded, first_row)
-        if parts is None:
-            return
-        self._blocks = Int8Blocks(parts)
+    def _keep(self, whole: Quantized) -> None:
+        self._blocks = Int8Blocks(whole)
         self.tiles = self._blocks.tiles  # counts as a weight
         self.row_scale = nn.Parameter(self._blocks.row_scale, requires_grad=False)
 
@@ -91,7 +64,7 @@ class Int8Linear(nn.Module):
         assert blocks is not None, "not finalized"
         # A step of one row makes a hundred of these calls: what has nothing to do is left out.
         if self._padding:
-            x = self._padded(x)
+            x = F.pad(x, (0, self._padding))
         if dtype is not torch.float32:
             x = x.float()
         y = self._multiply_wide(x, blocks) if x.shape[0] > self._most_rows else blocks.product(x)
@@ -112,14 +85,9 @@ class Int8Linear(nn.Module):
         assert self._blocks is not None, "not finalized"
         return self._blocks.rows(ids)[:, : self._spec.in_features].to(self._spec.dtype)
 
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows with zeros up to a whole number of blocks."""
-        return F.pad(rows, (0, self._padding)) if self._padding else rows
-
 
 class Q4Linear(Int8Linear):
-    """LinearMethod: 4 bits a number, and 32 bits for every 32 of them. What has 16 levels in a file
-    keeps them."""
+    """LinearMethod: 4 bits a number, and 32 bits for every 32 of them."""
 
     num_bits = 4
 

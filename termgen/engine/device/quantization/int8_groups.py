@@ -31,11 +31,9 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (
 )
 from termgen.engine.device.kernels.launch import shared_bytes
 from termgen.engine.device.layers.linear import LinearMethod, LinearSpec
-from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.triton_ops import SharedWorkspace
-from termgen.engine.device.native.int8_blocks import Quantized, keep_rows, quantize_rows
-from termgen.engine.device.quantization.affine_blocks import KINDS, affine
-from termgen.engine.device.quantization.gathered_rows import GatheredRows
+from termgen.engine.device.native.int8_blocks import Quantized
+from termgen.engine.device.quantization.gathered_rows import RoundedLinear
 
 TILE = 32
 """Rows whose numbers have one width."""
@@ -79,44 +77,22 @@ class _Run(NamedTuple):
     configs: dict[int, SmallGemmConfig]
 
 
-class GroupLinear(nn.Module):
+class GroupLinear(RoundedLinear):
     """LinearMethod: 8 or 4 bits a number, and 32 bits for every 32 of them."""
 
-    kinds = KINDS
-    num_bits = 8
+    part_numbers = _PART_NUMBERS
 
     def __init__(self, spec: LinearSpec, shared: SharedWorkspace) -> None:
-        super().__init__()
-        self._spec = spec
+        super().__init__(spec)
         self._shared = shared
-        self._padding = -spec.in_features % GROUP.value
-        self._gathered = GatheredRows(spec.out_features, spec.in_features, spec.device)
         self._runs: list[_Run] = []
 
-    def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
-        for rows in torch.split(tensor, max(1, _PART_NUMBERS // tensor.shape[1])):
-            on_device = rows.to(self._spec.device)
-            padded = F.pad(on_device, (0, self._padding))
-            self._add(quantize_rows(padded, self.num_bits), first_row)
-            first_row += len(rows)
-
-    def load_stored(self, rows: StoredRows, first_row: int) -> None:
-        assert not self._padding, "blocks of a file are whole"
-        row_numbers = rows.blocks[0].numel() * 2  # at most: a byte holds two of four bits
-        for blocks in torch.split(rows.blocks, max(1, _PART_NUMBERS // row_numbers)):
-            part = affine(StoredRows(rows.kind, blocks.to(self._spec.device)))
-            self._add(keep_rows(*part, len(blocks), self.num_bits), first_row)
-            first_row += len(blocks)
-
-    def _add(self, loaded: Quantized, first_row: int) -> None:
-        parts = self._gathered.add(loaded, first_row)
-        if parts is None:
-            return
-        self.row_scale = nn.Parameter(parts.row_scale, requires_grad=False)
-        for first, end, num_bits in widths(parts.numbers):
+    def _keep(self, whole: Quantized) -> None:
+        self.row_scale = nn.Parameter(whole.row_scale, requires_grad=False)
+        for first, end, num_bits in widths(whole.numbers):
             columns = (end - first, self._spec.in_features)
-            words = nn.Parameter(pack(parts.numbers[first:end], num_bits), requires_grad=False)
-            scale, low = parts.scale[first:end], parts.low[first:end]
+            words = nn.Parameter(pack(whole.numbers[first:end], num_bits), requires_grad=False)
+            scale, low = whole.scale[first:end], whole.low[first:end]
             pairs = nn.Parameter(pack_pairs(scale, low, num_bits), requires_grad=False)
             configs = {band: choose(band, *columns, num_bits, self._spec) for band in ROW_BANDS}
             for config in configs.values():
@@ -178,8 +154,7 @@ class GroupLinear(nn.Module):
 
 
 class Group4Linear(GroupLinear):
-    """LinearMethod: 4 bits a number, and 32 bits for every 32 of them. What has 16 levels in a file
-    keeps them."""
+    """LinearMethod: 4 bits a number, and 32 bits for every 32 of them."""
 
     num_bits = 4
 

@@ -2,7 +2,7 @@
 
 Time that the device works is split by what its steps did; time that it waited although there was
 work is the host's. A queue comes before both: who waits in it gains by nothing else. The use that
-the driver reports is no evidence: it is the time in which anything ran at all.
+the driver reports is no evidence: it counts time when anything ran at all.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_parts_of_a_matrix_are_quantized_like_the_whole(
         matrix[:, ::32], matrix[:, 1::32] = -7, 8
     whole = Int8Blocks(quantize_rows(matrix))
     assert [run.num_bits for run in whole.runs] == [int(kind[0])]
-    monkeypatch.setattr(int8, "_PART_NUMBERS", 96 * 20)
+    monkeypatch.setattr(Int8Linear, "part_numbers", 96 * 20)
     monkeypatch.setattr(int8_blocks, "_PART_NUMBERS", 96 * 40)
     method = quantized(matrix)
     assert torch.equal(method.tiles, whole.tiles)
@@ -336,7 +336,7 @@ def test_layers_take_four_bits_and_tables_eight(tiny_model_dir: TinyModelDir) ->
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_a_file_of_four_bits_keeps_its_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "_PART_NUMBERS", 96 * 20)  # more than one part
+    monkeypatch.setattr(Int8Linear, "part_numbers", 96 * 20)  # more than one part
     values = random_matrix(64, 96)
     form = gguf.GGMLQuantizationType[kind]
     packed = gguf.quants.quantize(values.numpy(), form)

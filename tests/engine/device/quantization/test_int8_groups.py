@@ -72,7 +72,8 @@ def test_floats_are_rounded_as_on_a_cpu(
     num_rows: int,
     num_columns: int,
 ) -> None:
-    monkeypatch.setattr(int8_groups, "_PART_NUMBERS", 33 * num_columns)  # more than one part
+    monkeypatch.setattr(GroupLinear, "part_numbers", 33 * num_columns)  # more than one part
+    monkeypatch.setattr(int8_groups, "_PART_NUMBERS", 33 * num_columns)
     rows = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(3))
     rows /= num_columns**0.5
     layer = make_layer(num_rows, num_columns, dtype, device)
