@@ -96,7 +96,7 @@ class DashboardScreen(CanvasScreen):
         self._past: tuple[DashboardView, int, DashboardView] | None = None
         """(view, steps back, the view at that step)."""
         self._limited: tuple[DashboardView, Limit | None] | None = None
-        """What limited the engine at a view."""
+        """What limited the engine at the last view that was looked at for it."""
         self._shown_trouble = ""
         self._observed: tuple[int, int] | None = None
         self._observer_share: float | None = None
@@ -450,10 +450,9 @@ class DashboardScreen(CanvasScreen):
     def _limit(self) -> Limit | None:
         """Twice a second at most: a line that changes with every frame cannot be read."""
         then, kept = self._then, self._limited
-        if kept is not None and (
-            kept[0] is then or (not then.is_past and 0 <= then.now_ns - kept[0].now_ns < LIMIT_NS)
-        ):
-            return kept[1]
+        if kept is not None and kept[1] is not None and not then.is_past:
+            if 0 <= then.now_ns - kept[0].now_ns < LIMIT_NS:
+                return kept[1]
         self._limited = then, limit_of(then, self._client.model.memory)
         return self._limited[1]
 

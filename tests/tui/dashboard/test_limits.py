@@ -9,10 +9,11 @@ import pytest
 from fake_engine import make_memory_ledger, make_snapshot
 from tui_harness import MS, NOW_NS, SECOND, step
 
-from termgen.tui.dashboard.pages.overview import limit_spans
+from termgen.tui.dashboard.pages.overview import limit_spans, numbers_lines
 from termgen.tui.dashboard.state.limits import Limit, limit_of, why_slow_start
 from termgen.tui.dashboard.state.step_figures import Spread
-from termgen.tui.dashboard.state.store import DashboardStore, DashboardView
+from termgen.tui.dashboard.state.store import DashboardStore, DashboardView, HostReading
+from termgen.tui.paint.spans import row_text
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.memory_ledger import GIB
 
@@ -47,6 +48,7 @@ def run(
 def cause(view: DashboardView) -> str | None:
     limit = limit_of(view, MEMORY)
     if limit is not None:
+        assert len(limit.cause) <= 9, "the room among the numbers at 80 columns"
         assert limit.brief and limit.words and len(limit.brief) <= 24
         on_a_line = f"limited by {limit.cause}: {limit.figures or limit.words}"
         assert len(on_a_line) <= 66, "the room beside the tabs at 140 columns"
@@ -150,7 +152,7 @@ def test_the_line_takes_the_longest_form_that_fits() -> None:
     limit = Limit("host", "host 38%", "the device waits for it", "it waits")
     texts = [
         "".join(text for text, _ in limit_spans(limit, "slow start", room))
-        for room in (80, 42, 32, 20, 15, 10)
+        for room in (80, 42, 32, 20, 15, 10, 9)
     ]
     assert texts == [
         "limited by host: the device waits for it; slow start",
@@ -158,6 +160,19 @@ def test_the_line_takes_the_longest_form_that_fits() -> None:
         "limited by host: it waits",
         "limited by host 38%",
         "limit host 38%",
+        "limit host",
         "",
     ]
     assert limit_spans(None, "slow start", 80) == []
+
+
+def test_small_screens_have_the_name_among_the_numbers() -> None:
+    reading = HostReading(1.9, 680 * 2**20)
+    view = replace(run({}), on_cpu=True, num_cores=2, host=(reading,))
+    limit = limit_of(view, MEMORY)
+    assert limit is not None
+    line = row_text(numbers_lines(view, 80, 3, limit=limit)[1])
+    assert "limit decodes  cores 1.9/2  mem 0.66 GiB" in line and len(line) <= 80
+    wide = row_text(numbers_lines(view, 99, 3, limit=limit)[1])
+    assert "limited by decodes, 20.0 ms a step" in wide
+    assert "limit" not in row_text(numbers_lines(view, 80, 3)[1])

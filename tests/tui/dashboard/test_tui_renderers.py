@@ -258,7 +258,7 @@ def test_without_a_gpu_the_processor_has_its_place() -> None:
     tile = text(overview.gauges_tile(view, Frame(40, 9, True)))
     assert "busy cores" in tile and "1.5/2" in tile and "1.25 GiB" in tile
     assert "memory 1.25 GiB" in text(overview.gauges_tile(view, Frame(40, 7, True)))
-    assert "cores 1.5/2  memory 1.25 GiB" in text(overview.numbers_lines(view, 80, 3))
+    assert "cores 1.5/2  mem 1.25 GiB" in text(overview.numbers_lines(view, 80, 3))
     model = make_model_info(num_threads=1, memory=make_memory_ledger())
     for size in ((80, 20), (140, 36)):
         page = text(graphs_page(view, model, *size, boxed=False))

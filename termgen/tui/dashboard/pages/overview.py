@@ -221,7 +221,7 @@ def host_lines(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
         _Gauge("busy cores" if roomy else "cores", cores, peak, f"{now.cores:.1f}{total}", "good")
     ]
     if now.resident_bytes:
-        lines.append(_Gauge("memory", memory, None, words, "prefill"))
+        lines.append(_Gauge("memory" if roomy else "mem", memory, None, words, "prefill"))
     return lines
 
 
@@ -264,6 +264,7 @@ def limit_spans(limit: Limit | None, slow_start: str, room: int) -> list[Span]:
         ("limited by ", f"{limit.cause}: {limit.figures or limit.words}"),
         ("limited by ", limit.brief),
         ("limit ", limit.brief),
+        ("limit ", limit.cause),
     ):
         spans: list[Span] = [(label, "muted"), (words, "text")]
         if row_width(tuple(spans)) <= room:
@@ -292,6 +293,10 @@ def numbers_lines(
         *(_named(gauge.name, gauge.number, "text") for gauge in others),
         *(_named("GPU", percent(gpu[-1].busy), "text") for _ in gpu[-1:]),
     ]
+    if limit is not None:  # at least its name, before what may be left out
+        taken = row_width(tuple(span for part in parts for span in part)) + 2
+        room = max(width - taken, len(f"limit {limit.cause}"))
+        parts.insert(4, [("  ", "muted"), *limit_spans(limit, "", room)])
     if height < 3:
         rates = [_named("out", out, "decode", " tok/s"), _named("in", into, "prefill", " tok/s")]
         first = [_named("TTFT", took(view.ttft.p50), "prefill")]
@@ -317,9 +322,6 @@ def numbers_lines(
         for name, at, role in (("TTFT", view.ttft, "prefill"), ("ITL", view.gap, "decode"))
     ]
     times.append([("  p50/95/99", "muted")])
-    taken = row_width(tuple(span for group in times for span in group))
-    if short := limit_spans(limit, "", width - taken - 2):
-        times.append([("  ", "muted"), *short])
     return [_joined([head, *plots], width), _joined(parts, width), _joined(times, width)]
 
 
