@@ -17,6 +17,7 @@ require_triton()
 
 from termgen.engine.device.kernels.gemm.small_gemm_config import ROW_BANDS  # noqa: E402
 from termgen.engine.device.quantization import int8_groups  # noqa: E402
+from termgen.engine.device.quantization.affine_blocks import affine  # noqa: E402
 from termgen.engine.device.quantization.int8_groups import (  # noqa: E402
     TILE,
     Group4Linear,
@@ -140,8 +141,8 @@ def test_blocks_are_read_alike_on_a_gpu(kind: str) -> None:
     generator = torch.Generator().manual_seed(7)
     blocks = torch.randint(0, 60, (8, 4, size), generator=generator).to(torch.uint8)
     rows = StoredRows(kind, blocks)
-    here = int8_groups.affine(rows)
-    there = int8_groups.affine(StoredRows(kind, blocks.cuda()))
+    here = affine(rows)
+    there = affine(StoredRows(kind, blocks.cuda()))
     assert torch.equal(here.numbers, there.numbers.cpu())
     for own, other in ((here.scale, there.scale), (here.low, there.low)):
         assert torch.allclose(own, other.cpu(), rtol=1e-6, atol=0, equal_nan=True)
