@@ -98,6 +98,10 @@ LARGE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "qwen3_5_text", "Qwen3_5ForCausalLM",
         _shape(5120, 17408, 64, heads=(24, 4, 256), tied=False) | {"linear_num_value_heads": 48},
     ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe", "Qwen3MoeForCausalLM",
+        _shape(2048, 6144, 48, heads=(32, 4, 128), tied=False) | {"norm_topk_prob": True},
+    ),
     "qwen3.6-35b-a3b": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", {}),
     "gemma-4-31b": (
         "gemma4_text", "Gemma4ForCausalLM",

@@ -68,14 +68,21 @@ class Build:
     method: LinearMethodFactory
     """Factory for the storage and multiplication of matrices."""
     ops: LayerOps
-    expert_method: LinearMethodFactory | None = None
-    """The same for the matrices of experts; None: all experts of a layer are one tensor."""
+    make_experts: Callable[[tuple[int, int, int], Build], nn.Module] | None = None
+    """An `ExpertList` for the matrices [num_experts, rows, columns] of a layer's experts; None: one
+    tensor of floats."""
+    router_method: LinearMethodFactory | None = None
+    """The factory for the matrices of routers; None: `method`."""
     table_method: LinearMethodFactory | None = None
     """The same for heads and tables of embeddings; None: `method`."""
 
     @property
     def for_tables(self) -> Build:
         return replace(self, method=self.table_method or self.method)
+
+    @property
+    def for_routers(self) -> Build:
+        return replace(self, method=self.router_method or self.method)
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return empty_parameter(*shape, dtype=self.dtype, device=self.device)

@@ -1,10 +1,15 @@
-"""Matrices of a layer's experts, each with a `LinearMethod` of its own.
+"""Matrices of a layer's experts that are not stored as one tensor of floats.
 
-Where no kernel computes all experts of a layer at once: one expert after another is multiplied, as
-other matrices of the model are.
+ExpertList   the half that a checkpoint fills, expert by expert
+MatrixList   each with a `LinearMethod` of its own, where no kernel computes all experts of a
+             layer at once: one after another is multiplied, as other matrices of the model are
 """
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,47 +19,64 @@ from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.weight_slot import WeightSlot
 
 
-class MatrixList(nn.Module):
+class MatrixLoader(Protocol):
+    """The half of a `LinearMethod` that fills a matrix."""
+
+    kinds: frozenset[str]
+
+    def load_stored(self, rows: StoredRows, first_row: int) -> None: ...
+
+    def load_rows(self, tensor: torch.Tensor, first_row: int) -> None: ...
+
+
+class ExpertList(nn.Module):
     """Matrices [num_rows, num_columns], in the place of one tensor [num, num_rows, num_columns]."""
 
-    def __init__(
-        self, shape: tuple[int, int, int], build: Build, make_method: LinearMethodFactory
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int], build: Build) -> None:
         super().__init__()
         self.shape = shape
-        num, num_rows, num_columns = shape
-        spec = LinearSpec(num_columns, num_rows, build.dtype, build.device, is_looked_up=False)
-        self._methods: list[LinearMethod] = [make_method(spec) for _ in range(num)]
-        # Their weights count as the model's.
-        self.experts = nn.ModuleList(m for m in self._methods if isinstance(m, nn.Module))
+        _, num_rows, num_columns = shape
+        self._spec = LinearSpec(
+            num_columns, num_rows, build.dtype, build.device, is_looked_up=False
+        )
 
     def __len__(self) -> int:
-        return len(self._methods)
+        return self.shape[0]
 
-    def product(self, expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [M, num_columns] -> [M, num_rows]"""
-        return self._methods[expert].multiply(x, bias)
+    @property
+    @abstractmethod
+    def _loaders(self) -> Sequence[MatrixLoader]:
+        """One of each matrix."""
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Prepare the filled matrices. Called once, after loading."""
 
     def __setitem__(self, expert: int, matrix: torch.Tensor) -> None:
         """Store the whole matrix of an expert, as numbers."""
-        self._methods[expert].load_rows(matrix, 0)
+        self._loaders[expert].load_rows(matrix, 0)
 
-    def finalize(self) -> None:
-        for method in self._methods:
-            method.finalize()
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of stored blocks that `load_stored` keeps."""
+        return self._loaders[0].kinds
+
+    def load_stored(self, expert: int, rows: StoredRows, first_row: int = 0) -> None:
+        """Store rows of an expert's matrix as a file has them."""
+        self._loaders[expert].load_stored(rows, first_row)
 
     def rows_slot(self, name: str, expert: int, first_row: int, num_rows: int) -> WeightSlot:
         """Rows of one expert's matrix."""
-        method = self._methods[expert]
+        loader = self._loaders[expert]
 
         def load(tensor: torch.Tensor, first: int = 0) -> None:
-            method.load_rows(tensor, first_row + first)
+            loader.load_rows(tensor, first_row + first)
 
         def load_stored(rows: StoredRows, first: int) -> None:
-            method.load_stored(rows, first_row + first)
+            loader.load_stored(rows, first_row + first)
 
         shape = (num_rows, self.shape[2])
-        return WeightSlot(name, shape, "matrix", load, load, method.kinds, load_stored)
+        return WeightSlot(name, shape, "matrix", load, load, loader.kinds, load_stored)
 
     def stack_slot(self, name: str, num: int, *pieces: WeightSlot) -> WeightSlot:
         """The first `num` matrices, one after another. Stored rows are counted through all."""
@@ -69,10 +91,32 @@ class MatrixList(nn.Module):
             while at < len(rows.blocks):
                 expert, first_row = divmod(first + at, num_rows)
                 end = at + num_rows - first_row
-                part = StoredRows(rows.kind, rows.blocks[at:end])
-                self._methods[expert].load_stored(part, first_row)
+                self.load_stored(expert, StoredRows(rows.kind, rows.blocks[at:end]), first_row)
                 at = end
 
-        kinds = self._methods[0].kinds
         shape = (num, num_rows, num_columns)
-        return WeightSlot(name, shape, "matrix", load, load, kinds, load_stored, pieces=pieces)
+        return WeightSlot(
+            *(name, shape, "matrix", load, load, self.kinds, load_stored), pieces=pieces
+        )
+
+
+class MatrixList(ExpertList):
+    def __init__(
+        self, shape: tuple[int, int, int], build: Build, make_method: LinearMethodFactory
+    ) -> None:
+        super().__init__(shape, build)
+        self._methods: list[LinearMethod] = [make_method(self._spec) for _ in range(shape[0])]
+        # Their weights count as the model's.
+        self.experts = nn.ModuleList(m for m in self._methods if isinstance(m, nn.Module))
+
+    @property
+    def _loaders(self) -> Sequence[LinearMethod]:
+        return self._methods
+
+    def finalize(self) -> None:
+        for method in self._methods:
+            method.finalize()
+
+    def product(self, expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [M, num_columns] -> [M, num_rows]"""
+        return self._methods[expert].multiply(x, bias)

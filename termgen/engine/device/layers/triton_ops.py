@@ -8,6 +8,7 @@ after `kernels.why_unusable`: triton may be missing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,8 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (
     choose,
 )
 from termgen.engine.device.kernels.gemm.small_gemm_table import MEASURED
-from termgen.engine.device.kernels.moe.experts import experts
+from termgen.engine.device.kernels.moe.experts import Weights, experts
+from termgen.engine.device.kernels.moe.group_experts import GroupWeights
 from termgen.engine.device.kernels.rows.gated_activation import (
     activated_product,
     gated_activation,
@@ -48,8 +50,17 @@ class TritonOps:
     gated_activation = staticmethod(gated_activation)
     activated_product = staticmethod(activated_product)
     sigmoid_gate = staticmethod(sigmoid_gate)
-    experts = staticmethod(experts)
     store = staticmethod(store_kv)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: torch.Tensor | StoredWeights,
+        down: torch.Tensor | StoredWeights,
+        **options: Any,
+    ) -> torch.Tensor:
+        return experts(x, router_logits, _weights(gate_up), _weights(down), **options)
 
     def rotate_and_store(
         self,
@@ -74,6 +85,15 @@ class TritonOps:
             eps=eps,
             q=q,
         )
+
+
+class StoredWeights(Protocol):
+    @property
+    def weights(self) -> GroupWeights: ...
+
+
+def _weights(matrices: torch.Tensor | StoredWeights) -> Weights:
+    return matrices if isinstance(matrices, torch.Tensor) else matrices.weights
 
 
 Choose = Callable[[int, LinearSpec], SmallGemmConfig | None]

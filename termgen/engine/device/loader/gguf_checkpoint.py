@@ -98,7 +98,7 @@ class GGUFCheckpoint:
     def kind(self, name: str) -> str | None:
         source = self._sources[name]
         kinds = {stored.type.name for stored in source.stored}
-        is_kept = source.recipe.change is None or source.recipe.moves_rows
+        is_kept = source.recipe.change is None or source.recipe.of_blocks is not None
         has_rows = len(source.shape) in (2, 3) and is_kept and len(kinds) == 1
         return kinds.pop() if has_rows else None
 
@@ -108,15 +108,15 @@ class GGUFCheckpoint:
         rows = [
             stored.data.reshape(*stored.shape[:-1], -1, block_bytes) for stored in source.stored
         ]
-        kind = source.stored[0].type.name
+        kind, of_blocks = source.stored[0].type.name, source.recipe.of_blocks
         if len(source.shape) == 3:
             for expert in range(source.shape[0]):
                 parts = [torch.from_numpy(raw[expert : expert + 1].copy()) for raw in rows]
-                made = parts[0] if source.recipe.change is None else source.recipe.change(*parts)
+                made = parts[0] if of_blocks is None else of_blocks(*parts)
                 yield StoredRows(kind, made[0])
             return
-        if source.recipe.change is not None:
-            made = source.recipe.change(*(torch.from_numpy(raw.copy()) for raw in rows))
+        if of_blocks is not None:
+            made = of_blocks(*(torch.from_numpy(raw.copy()) for raw in rows))
             yield StoredRows(kind, made)
             return
         (raw,) = rows

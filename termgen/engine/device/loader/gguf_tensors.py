@@ -150,8 +150,9 @@ class Recipe:
     """Makes the values from those stored; None: they are the same."""
     by_rows: bool = True
     """True if `change` may be given some rows at a time, those of the first axis."""
-    moves_rows: bool = False
-    """True if `change` puts whole rows in another order, and may be given them as bytes."""
+    of_blocks: Change | None = None
+    """Makes whole rows from those stored, all as bytes, where `change` moves no more than rows; a
+    checkpoint that has [in, out] has the rows of [out, in] here."""
     must_be: str = ""
     """The range of the stored values, where `change` makes others infinite or no numbers."""
 
@@ -227,14 +228,14 @@ def _with_norms(architecture: str, recipes: dict[str, Recipe]) -> dict[str, Reci
 
 def _moved(name: str, stored: tuple[str, ...], change: Change) -> Recipe:
     """A tensor whose rows are in another order in the file."""
-    return Recipe(name, stored, change, by_rows=False, moves_rows=True)
+    return Recipe(name, stored, change, by_rows=False, of_blocks=change)
 
 
 def _stacked_experts(path: str) -> list[Recipe]:
     gate_up = f"{path}.gate_up_proj"
     parts = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
     return [
-        Recipe(gate_up, parts, _one_after_the_other, moves_rows=True),
+        Recipe(gate_up, parts, _one_after_the_other, of_blocks=_one_after_the_other),
         Recipe(gate_up, ("ffn_gate_up_exps.weight",)),
         Recipe(f"{path}.down_proj", ("ffn_down_exps.weight",)),
     ]
@@ -255,11 +256,17 @@ def _gpt_oss() -> list[Recipe]:
     biases = ("ffn_gate_exps.bias", "ffn_up_exps.bias")
     return [
         Recipe("self_attn.sinks", ("attn_sinks.weight",)),
-        Recipe(gate_up, weights, _taking_turns_transposed),
+        Recipe(gate_up, weights, _taking_turns_transposed, of_blocks=_taking_turns),
         Recipe(f"{gate_up}_bias", biases, _taking_turns),
-        Recipe(gate_up, ("ffn_gate_up_exps.weight",), _halves_taking_turns_transposed),
+        Recipe(
+            *(gate_up, ("ffn_gate_up_exps.weight",), _halves_taking_turns_transposed),
+            of_blocks=_halves_taking_turns,
+        ),
         Recipe(f"{gate_up}_bias", ("ffn_gate_up_exps.bias",), _halves_taking_turns),
-        Recipe("mlp.experts.down_proj", ("ffn_down_exps.weight",), _transposed),
+        Recipe(
+            *("mlp.experts.down_proj", ("ffn_down_exps.weight",), _transposed),
+            of_blocks=_as_stored,
+        ),
         Recipe("mlp.experts.down_proj_bias", ("ffn_down_exps.bias",)),
     ]
 
@@ -329,6 +336,10 @@ def _of_one_input(taps: torch.Tensor) -> torch.Tensor:
 
 def _log_of_negative(values: torch.Tensor) -> torch.Tensor:
     return values.neg().log()
+
+
+def _as_stored(values: torch.Tensor) -> torch.Tensor:
+    return values
 
 
 def _transposed(values: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ from termgen.engine.device.loader.quantized_tensors import (
     StoredTensor,
 )
 from termgen.engine.device.quantization.affine_blocks import GROUPS
-from termgen.engine.device.quantization.mxfp4 import BLOCK, dequantize
+from termgen.engine.device.quantization.mxfp4 import BLOCK, KIND, dequantize, with_scales
 from termgen.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 
 SINGLE = "model.safetensors"
@@ -210,11 +210,24 @@ class FolderCheckpoint(WeightFiles):
         return list(self._stored)
 
     def kind(self, name: str) -> str | None:
+        if self._stored[name] in self._packed:
+            return KIND
         made = self._quantized.get(self._stored[name])
         return GROUPS if made is not None and made.integers_in_order(self._read) else None
 
     def stored(self, name: str) -> Iterator[StoredRows]:
-        yield from self._quantized[self._stored[name]].stored(self._read)
+        stored = self._stored[name]
+        if stored not in self._packed:
+            yield from self._quantized[stored].stored(self._read)
+            return
+        for blocks, scales in self._experts(stored):
+            yield StoredRows(KIND, with_scales(blocks, scales))
+
+    def _experts(self, stored: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The blocks and the scales of each expert."""
+        ends = (_BLOCKS, _SCALES)
+        parts = (self._where[stored + end].tensor(stored + end) for end in ends)
+        yield from zip(*parts, strict=True)
 
     def _find_quantized(self, folder: Path, stored: StoredWeights) -> list[str]:
         """Names of all tensors, quantised matrices among them, in the order of the files."""
@@ -273,11 +286,8 @@ class FolderCheckpoint(WeightFiles):
         if stored not in self._packed:
             yield self.tensor(name)
             return
-        blocks, scales = (
-            self._where[stored + end].tensor(stored + end) for end in (_BLOCKS, _SCALES)
-        )
-        for expert_blocks, expert_scales in zip(blocks, scales, strict=True):
-            yield dequantize(expert_blocks, expert_scales).T[None]
+        for blocks, scales in self._experts(stored):
+            yield dequantize(blocks, scales).T[None]
 
 
 def _stored_weights(raw: Mapping[str, Any]) -> StoredWeights | None:

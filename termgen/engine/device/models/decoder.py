@@ -20,7 +20,7 @@ from termgen.engine.device.attention.base import AttentionBackend, AttentionForm
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import Build, Linear, VocabEmbedding
-from termgen.engine.device.layers.matrix_list import MatrixList
+from termgen.engine.device.layers.matrix_list import ExpertList
 from termgen.engine.device.layers.norm import RMSNorm
 from termgen.engine.device.layers.ops import inverse_frequencies
 from termgen.engine.device.layers.weight_slot import WeightSlot
@@ -318,7 +318,7 @@ class CausalDecoder(nn.Module):
     def finalize(self) -> None:
         """Prepares the loaded weights for the device. Called once, before the first step."""
         for module in self.modules():
-            if isinstance(module, Linear | MatrixList):
+            if isinstance(module, Linear | ExpertList):
                 module.finalize()
 
     # The same forward pass in pieces, for recordings (`PiecewiseModel`): skip on a first reading.

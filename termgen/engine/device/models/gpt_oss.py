@@ -9,6 +9,8 @@ import torch
 
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import Build
+from termgen.engine.device.layers.matrix_list import ExpertList
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter, parameter_slot
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 from termgen.engine.device.models.mlp import Matrices, SparseMoe
@@ -47,7 +49,17 @@ def _experts_slot(
     def load(tensor: torch.Tensor) -> None:
         load_some(tensor, 0)
 
-    return WeightSlot(name, (num_experts, size_in, size_out), "matrix", load, load_some)
+    slot = WeightSlot(name, (num_experts, size_in, size_out), "matrix", load, load_some)
+    if not isinstance(experts, ExpertList):
+        return slot
+
+    def load_stored(rows: StoredRows, first: int) -> None:
+        """Rows of whole experts, [out, in], counted through all."""
+        for place, matrix in enumerate(torch.split(rows.blocks, size_out)):
+            blocks = ordered(matrix[None])[0]
+            experts.load_stored(first // size_out + place, StoredRows(rows.kind, blocks))
+
+    return replace(slot, kinds=experts.kinds, load_stored=load_stored)
 
 
 def _bias_slot(

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from termgen.engine.device.config.model_config import ModelConfig
-from termgen.engine.device.layers.linear import Build, FloatLinear, Linear
-from termgen.engine.device.layers.matrix_list import MatrixList
+from termgen.engine.device.layers.linear import Build, Linear
+from termgen.engine.device.layers.matrix_list import ExpertList
 from termgen.engine.device.layers.weight_slot import WeightSlot, rows_slot
 
 
@@ -57,9 +57,7 @@ class SparseMoe(nn.Module):
             num_matrices += 1
         self.gate_up = _matrices((num_matrices, 2 * inner, hidden), build)
         self.down = _matrices((num_matrices, hidden, inner), build)
-        if build.expert_method is not None:  # a little off, a router picks other experts
-            build = replace(build, method=FloatLinear)
-        self.router = Linear(hidden, router, bias=moe.has_biases, build=build)
+        self.router = Linear(hidden, router, bias=moe.has_biases, build=build.for_routers)
         self.gate_up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         if moe.has_biases:
@@ -111,27 +109,29 @@ class SparseMoe(nn.Module):
             yield slot if other.name == slot.name else replace(slot, pieces=(other,))
 
 
-Matrices = nn.Parameter | MatrixList
-"""In one tensor, for kernels and floats, or each expert's stored as other matrices are."""
+Matrices = nn.Parameter | ExpertList
+"""Floats in one tensor, or stored otherwise."""
 
 
 def _matrices(shape: tuple[int, int, int], build: Build) -> Matrices:
-    if build.expert_method is None:
+    if build.make_experts is None:
         return build.parameter(*shape)
-    return MatrixList(shape, build, build.expert_method)
+    made = build.make_experts(shape, build)
+    assert isinstance(made, ExpertList), made
+    return made
 
 
 def expert_slot(
     name: str, matrices: Matrices, expert: int, first_row: int, num_rows: int
 ) -> WeightSlot:
     """Some rows of one expert's matrix."""
-    if isinstance(matrices, MatrixList):
+    if isinstance(matrices, ExpertList):
         return matrices.rows_slot(name, expert, first_row, num_rows)
     return rows_slot(name, matrices[expert, first_row : first_row + num_rows])
 
 
 def stack_slot(name: str, matrices: Matrices, num: int, *pieces: WeightSlot) -> WeightSlot:
     """The matrices of the first `num` experts."""
-    if isinstance(matrices, MatrixList):
+    if isinstance(matrices, ExpertList):
         return matrices.stack_slot(name, num, *pieces)
     return rows_slot(name, matrices[:num], *pieces)

@@ -89,22 +89,38 @@ def build_model(
         check_memory(config.num_parameters * _BYTES.get(quantization or "", dtype.itemsize))
     import torch  # seconds
 
-    from termgen.engine.device.layers.linear import Build
+    from termgen.engine.device.layers.linear import Build, FloatLinear
+    from termgen.engine.device.layers.matrix_list import MatrixList
 
     if quantization in ("int8", "q4") and device.type == "cuda":
-        check_quantization(quantization, config, device)
+        check_quantization(quantization, device)
         groups = resolve_name(_GROUPS_ON_A_GPU)()
-        method = groups if quantization == "int8" else groups.in_4_bits
-        build = Build(dtype, device, method, ops, table_method=groups)
+        is_q4 = quantization == "q4"
+        build = Build(
+            *(dtype, device, groups.in_4_bits if is_q4 else groups, ops),
+            make_experts=groups.experts_in_4_bits if is_q4 else groups.experts,
+            router_method=_linear_method(None, device, tuned),
+            table_method=groups,
+        )
     elif quantization == "fp8":
-        check_quantization("fp8", config, device, torch.float8_e4m3fn)
+        check_quantization("fp8", device, torch.float8_e4m3fn)
+        if config.moe is not None:
+            raise ConfigError(
+                "quantization fp8 covers no mixtures of experts; int8 and q4 do",
+                param="quantization",
+            )
         floats = _linear_method(None, device, tuned)
         build = Build(dtype, device, _linear_method("fp8", device)(), ops, table_method=floats)
     else:
         method = _linear_method(quantization, device, tuned)
-        experts = method if quantization else None
-        tables = _linear_method("int8", device) if quantization == "q4" else method
-        build = Build(dtype, device, method, ops, expert_method=experts, table_method=tables)
+        is_float = quantization is None
+        build = Build(
+            *(dtype, device, method, ops),
+            make_experts=None if is_float else partial(MatrixList, make_method=method),
+            # A little off, a router picks other experts.
+            router_method=None if is_float else FloatLinear,
+            table_method=_linear_method("int8", device) if quantization == "q4" else method,
+        )
     model: CausalDecoder = resolve_name(MODELS[config.architecture])(
         config, build, attention, recurrent
     )
@@ -124,18 +140,11 @@ def _linear_method(
     return resolve_name(LINEAR_METHODS[quantization])
 
 
-def check_quantization(
-    name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype | None = None
-) -> None:
+def check_quantization(name: str, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Raises ConfigError where the kernels of a GPU cannot multiply such weights. dtype: a type
     that the GPU must have."""
     if problem := why_unusable(device, dtype=dtype):
         raise ConfigError(f"quantization {name}: {problem}", param="quantization")
-    if config.moe is not None:
-        raise ConfigError(
-            f"quantization {name} covers no mixtures of experts on a GPU yet; leave it out",
-            param="quantization",
-        )
 
 
 def check_memory(needed_bytes: float) -> None:

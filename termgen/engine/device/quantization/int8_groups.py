@@ -17,24 +17,22 @@ from torch import nn
 
 from termgen.engine.device.kernels.gemm.group_gemm import (
     group_gemm,
-    pack,
-    pack_pairs,
-    rows_aside,
     widen,
 )
-from termgen.engine.device.kernels.gemm.group_gemv import GROUP
+from termgen.engine.device.kernels.gemm.group_layout import GROUP, pack, pack_pairs, rows_aside
 from termgen.engine.device.kernels.gemm.small_gemm_config import (
-    MAX_ROWS,
     ROW_BANDS,
     SmallGemmConfig,
-    band_of,
 )
 from termgen.engine.device.kernels.launch import shared_bytes
-from termgen.engine.device.layers.linear import LinearMethod, LinearSpec
+from termgen.engine.device.layers.linear import Build, LinearMethod, LinearSpec
 from termgen.engine.device.layers.triton_ops import SharedWorkspace
 from termgen.engine.device.native.int8_blocks import Quantized
 from termgen.engine.device.quantization.gathered_rows import RoundedLinear
+from termgen.engine.device.quantization.group_experts import GroupExperts
 
+BANDS = (*ROW_BANDS, 128)
+"""Rows of x; from the last on the weight is widened in memory."""
 TILE = 32
 """Rows whose numbers have one width."""
 _MOST_RUNS = 4
@@ -48,7 +46,7 @@ _ENOUGH = 264
 """Programs, two for each multiprocessor: K is cut no further."""
 _SPARE_BYTES = 2048
 """Shared memory for all but the tiles."""
-_MOST_SPLITS = {16: 8, 32: 8, 64: 4}
+_MOST_SPLITS = {16: 8, 32: 8, 64: 4, 128: 4}
 """Rows of x -> the most parts of K."""
 
 
@@ -64,6 +62,13 @@ class GroupLinears:
     def in_4_bits(self, spec: LinearSpec) -> LinearMethod:
         """The same, but of 16 levels whatever the weights were."""
         return Group4Linear(spec, self._shared)
+
+    def experts(self, shape: tuple[int, int, int], build: Build) -> GroupExperts:
+        """The matrices of one layer's experts."""
+        return GroupExperts(shape, build, 8)
+
+    def experts_in_4_bits(self, shape: tuple[int, int, int], build: Build) -> GroupExperts:
+        return GroupExperts(shape, build, 4)
 
 
 class _Run(NamedTuple):
@@ -94,7 +99,7 @@ class GroupLinear(RoundedLinear):
             words = nn.Parameter(pack(whole.numbers[first:end], num_bits), requires_grad=False)
             scale, low = whole.scale[first:end], whole.low[first:end]
             pairs = nn.Parameter(pack_pairs(scale, low, num_bits), requires_grad=False)
-            configs = {band: choose(band, *columns, num_bits, self._spec) for band in ROW_BANDS}
+            configs = {band: choose(band, *columns, num_bits, self._spec) for band in BANDS}
             for config in configs.values():
                 self._shared.reserve(config, end - first)
             run = _Run(first, end, num_bits, words, pairs, configs)
@@ -108,10 +113,11 @@ class GroupLinear(RoundedLinear):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         num_rows = x.shape[0]
         out = x.new_empty(num_rows, self._spec.out_features)
-        if not 0 < num_rows <= MAX_ROWS:
+        if not 0 < num_rows <= BANDS[-1]:
             self._multiply_wide(x, bias, out)
             return out
-        band, workspace = band_of(num_rows), self._shared.on(x.device)
+        band = next(rows for rows in BANDS if rows >= num_rows)
+        workspace = self._shared.on(x.device)
         for run in self._runs:
             rows = slice(run.first, run.end)
             group_gemm(
@@ -177,7 +183,7 @@ def widths(numbers: torch.Tensor) -> list[tuple[int, int, int]]:
 def choose(
     band: int, out_features: int, in_features: int, num_bits: int, spec: LinearSpec
 ) -> SmallGemmConfig:
-    """The configuration for up to `band` rows, one of `ROW_BANDS`: a number of rows and those it is
+    """The configuration for up to `band` rows, one of `BANDS`: a number of rows and those it is
     padded to in a recorded step share it, so padding changes no bit of a row. spec: of the layer,
     whose type and device count."""
     # Integers of 16 bits would lose a third of float32.

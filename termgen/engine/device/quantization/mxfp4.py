@@ -13,6 +13,8 @@ import functools
 import torch
 
 BLOCK = 32
+KIND = "MXFP4"
+"""The kind of the blocks of 17 bytes that GGUF has: the scale, then numbers j and j + 16."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 ZERO_POWER = 127
@@ -24,6 +26,13 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     values = pairs.index_select(0, blocks.flatten().int()).view(*scales.shape, BLOCK)
     factors = powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)
     return values.mul_(factors).flatten(-2)
+
+
+def with_scales(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[..., rows, size / 32, 17] uint8: blocks of `KIND`."""
+    numbers = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    halves = numbers[..., : BLOCK // 2] | (numbers[..., BLOCK // 2 :] << 4)
+    return torch.cat((scales.unsqueeze(-1), halves), -1)
 
 
 @functools.cache

@@ -15,9 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from termgen.config import EngineConfig
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
+from termgen.engine.device.layers.matrix_list import MatrixList
 from termgen.engine.device.loader import open_checkpoint
+from termgen.engine.loop.engine import SyncEngine
 from termgen.errors import CorruptFileError, ModelError, UnsupportedModelError
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
 
 TinyModelDir = Callable[..., Path]
 TOKENS = [5, 77, 401, 9, 33, 12, 250, 3, 8, 100, 41, 7, 7, 300, 2, 19, 64]
@@ -86,6 +91,49 @@ def test_experts_in_four_bits(packed: tuple[Path, dict[str, torch.Tensor]], fold
             parameters[name].copy_(expected)
         wanted = reference(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(logits_of(made), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_in_four_bits_keep_their_values_where_others_are_rounded(
+    packed: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    """`--quantization int8`, which rounds other weights."""
+    made, experts = packed
+    model = load(made, quantization="int8")
+    for name, values in experts.items():
+        parts = name.removeprefix("model.").removesuffix("_proj").replace("mlp.experts", "mlp")
+        expected = values.mT.float()
+        if parts.endswith("gate_up"):
+            expected = torch.cat((expected[:, ::2], expected[:, 1::2]), 1)
+        matrices = model.get_submodule(parts)
+        assert isinstance(matrices, MatrixList)
+        rows = torch.arange(expected.shape[1])
+        kept = torch.stack([method.embed(rows) for method in matrices._methods])
+        assert torch.equal(kept, expected)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_what_a_cpu_does(packed: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """With the experts in four bits, and all else rounded alike."""
+    tokens: dict[str, dict[str, list[int]]] = {}
+    for device in ("cpu", "cuda"):
+        options = {"quantization": "int8", "dtype": "float32", "skip_tokenizer_init": True}
+        engine = SyncEngine(
+            EngineConfig(model=str(packed[0]), device=device, max_model_len=128, **options)
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        found: dict[str, list[int]] = {}
+        for name, prompt in enumerate((TOKENS, TOKENS[3:], TOKENS[::-1])):
+            request = GenerationRequest(
+                request_id=str(name), prompt_token_ids=tuple(prompt), params=params
+            )
+            engine.add(request)
+        while engine.has_unfinished:
+            for delta in engine.step():
+                found.setdefault(delta.request_id, []).extend(delta.token_ids)
+        tokens[device] = found
+        engine.shutdown()
+    assert len(tokens["cpu"]) == 3
+    assert tokens["cpu"] == tokens["cuda"]
 
 
 def test_no_layer_of_experts_is_ever_whole(

@@ -92,23 +92,32 @@ def test_the_router_and_its_gate_stay_floats(tiny_model_dir: TinyModelDir) -> No
 
 @pytest.mark.parametrize(("quant", "bits"), [(Q.Q8_0, 8), (Q.Q4_0, 4)])
 @pytest.mark.parametrize("has_one_tensor", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_blocks_of_a_file_are_kept(
     quant: gguf.GGMLQuantizationType,
     bits: int,
     has_one_tensor: bool,
+    family: str,
     tiny_model_dir: TinyModelDir,
     tmp_path: Path,
 ) -> None:
-    """Gate and up lie in a tensor each, or in one."""
-    folder = tiny_model_dir("qwen3_moe", moe_intermediate_size=32)
+    """Gate and up lie in a tensor each, or in one. What gpt-oss has, its checkpoints turn round."""
+    is_turned = family == "gpt_oss"
+    size = {"intermediate_size" if is_turned else "moe_intermediate_size": 32}
+    arch = "gpt-oss" if is_turned else "qwen3moe"
     change = join if has_one_tensor else None
-    path = write_experts(folder, tmp_path / "m.gguf", "qwen3moe", quant=quant, change=change)
+    folder = tiny_model_dir(family, **size)
+    path = write_experts(folder, tmp_path / "m.gguf", arch, quant=quant, change=change)
     checkpoint = open_checkpoint(path)
     quantized = load(path, quantization="int8")
     name = "model.layers.0.mlp.experts"
     assert checkpoint.kind(f"{name}.gate_up_proj") == quant.name  # type: ignore[attr-defined]
     for part in ("gate_up", "down"):
         expected = checkpoint.tensor(f"{name}.{part}_proj")
+        if is_turned:
+            expected = expected.mT
+            if part == "gate_up":
+                expected = torch.cat((expected[:, ::2], expected[:, 1::2]), 1)
         matrices = quantized.get_submodule(f"layers.0.mlp.{part}")
         assert isinstance(matrices, MatrixList) and len(matrices) == len(expected)
         for method, values in zip(matrices._methods, expected, strict=True):
@@ -122,7 +131,7 @@ def test_blocks_of_a_file_are_kept(
 
 def join(weights: dict[str, Any]) -> None:
     """Gate and up of all experts into one tensor of the file."""
-    for name in [name for name in weights if "ffn_gate_exps" in name]:
+    for name in [name for name in weights if "ffn_gate_exps" in name]:  # and biases
         gate, up = weights.pop(name), weights.pop(name.replace("gate", "up"))
         weights[name.replace("gate_exps", "gate_up_exps")] = np.concatenate((gate, up), 1)
 

@@ -15,10 +15,10 @@ from termgen.engine.device.native.int8_blocks import dequantize, quantize_rows
 
 require_triton()
 
-from termgen.engine.device.kernels.gemm.small_gemm_config import ROW_BANDS  # noqa: E402
 from termgen.engine.device.quantization import int8_groups  # noqa: E402
 from termgen.engine.device.quantization.affine_blocks import affine  # noqa: E402
 from termgen.engine.device.quantization.int8_groups import (  # noqa: E402
+    BANDS,
     TILE,
     Group4Linear,
     GroupLinear,
@@ -175,7 +175,7 @@ def test_every_band_has_a_configuration_that_fits_small_gpus(
     for n, k in [(28672, 4096), (4096, 14336), (576, 1536), (33, 100)]:
         spec = LinearSpec(k, n, dtype, torch.device("cpu"), is_looked_up=True)
         for num_bits in (4, 8):
-            for band in ROW_BANDS:
+            for band in BANDS:
                 config = choose(band, n, k, num_bits, spec)
                 assert config.block_m >= band
                 is_few = band == 1 or (band == 2 and num_bits == 4)

@@ -1,22 +1,8 @@
 """x @ weight.T for a few rows of x and a weight of 4- or 8-bit integers in groups of 32.
 
-    weight = row_scale * (scale * number + low)
-
-Scale and low are those of 32 columns of a row, float16; a row's scale is a power of two.
-
-    words   [N, K * bits / 32] int32: a group has 8 or 16 elements of 16 bits, one after another.
-            Element e has 4 or 2 numbers, the first in its lowest bits: number i is that of column
-            8 * i + e or 16 * i + e
-    pairs   [N / rows, K / 32, rows] int32: a group's scale in the lower half, its low in the upper;
-            rows: 8 in 4 bits, 4 in 8, of which a thread of gemv loads one run
-
-So the elements in a thread's registers become operands of the matrix units, each of which meets x
-of columns in a run of 8 or 16, and the bytes of a word are those of one group. Numbers of 4 bits
-are those of 8 bits that are multiples of 17, and have scales as if they were.
-
-Two kernels, as in `small_gemm`: gemv (`group_gemv`) adds up integers; mma multiplies on the matrix
-units, the weight rounded to x's type as if it had been dequantised before. For many rows of x it is
-widened in memory.
+`group_layout` says how it lies in memory. Two kernels, as in `small_gemm`: gemv (`group_gemv`)
+adds up integers; mma multiplies on the matrix units, the weight rounded to x's type as if it had
+been dequantised before. For many rows of x it is widened in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +16,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.gemm.float8_gemm import sum_of_parts
-from termgen.engine.device.kernels.gemm.group_gemv import COARSE, GROUP, gemv_kernel
+from termgen.engine.device.kernels.gemm.group_gemv import gemv_kernel
+from termgen.engine.device.kernels.gemm.group_layout import (
+    COARSE,
+    GROUP,
+    numbers_and_scales,
+    rows_aside,
+    weight_at,
+)
 from termgen.engine.device.kernels.gemm.small_gemm import (
     SmallGemmWorkspace,
     prefetch_plan,
@@ -43,130 +36,6 @@ from termgen.engine.device.kernels.launch import dot_precision, pdl_options
 _WIDEN_ROWS = 16
 """Rows of a weight that a program widens."""
 _WIDEN_GROUPS = 8
-
-
-def pack(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """numbers [N, K] uint8 -> words [N, K * num_bits / 32] int32, K a multiple of `GROUP`.
-    num_bits 4: each is a multiple of `COARSE`, so its halves are alike."""
-    n, k = numbers.shape
-    per_element = 16 // num_bits
-    parts = numbers.view(n, k // GROUP.value, per_element, GROUP.value // per_element)
-    if num_bits == 4:
-        parts = (parts[:, :, ::2] & 15) | (parts[:, :, 1::2] & 240)
-    return parts.transpose(2, 3).contiguous().view(n, -1).view(torch.int32)
-
-
-def rows_aside(num_bits: int) -> int:
-    """Rows whose scales lie side by side: as many as a program of gemv takes at best."""
-    return 32 // num_bits
-
-
-def pack_pairs(scale: torch.Tensor, low: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """scale, low [N, K / GROUP] float16 -> [N / rows, K / GROUP, rows] int32, N filled up; rows:
-    `rows_aside`."""
-    rows = rows_aside(num_bits)
-    pairs = torch.stack((scale, low), -1).view(torch.int32)[..., 0]
-    pairs = F.pad(pairs, (0, 0, 0, -len(pairs) % rows))
-    return pairs.view(-1, rows, pairs.shape[1]).transpose(1, 2).contiguous()
-
-
-@triton.jit
-def _two_of_bytes(w):
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 m;
-        mov.b32 m, 0x47000000;
-        prmt.b32 $0, $4, m, 0x7604;
-        prmt.b32 $1, $4, m, 0x7624;
-        prmt.b32 $2, $4, m, 0x7614;
-        prmt.b32 $3, $4, m, 0x7634;
-        }""",
-        "=&r,=&r,=&r,=&r,r",
-        [w],
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _four_of_halves(w):
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, m, n;
-        mov.b32 m, 0x47000000;
-        mov.b32 n, 0x45000000;
-        shl.b32 a, $8, 8;
-        shr.u32 b, $8, 8;
-        shr.u32 c, $8, 16;
-        lop3.b32 $0, a, 0x0F00, m, 0xEA;
-        lop3.b32 $1, b, 0x0F00, m, 0xEA;
-        lop3.b32 $2, a, 0xF000, n, 0xEA;
-        lop3.b32 $3, b, 0xF000, n, 0xEA;
-        lop3.b32 $4, $8, 0x0F00, m, 0xEA;
-        lop3.b32 $5, c, 0x0F00, m, 0xEA;
-        lop3.b32 $6, $8, 0xF000, n, 0xEA;
-        lop3.b32 $7, c, 0xF000, n, 0xEA;
-        }""",
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-        [w],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _raised(w, place: tl.constexpr, BITS: tl.constexpr):
-    number = (w.to(tl.int32) >> (BITS * place)) & ((1 << BITS) - 1)
-    return (number << 12) | 0x45000000 if BITS * place % 8 == 4 else (number << 8) | 0x47000000
-
-
-@triton.jit
-def _raised_numbers(w, BITS: tl.constexpr, USE_PTX: tl.constexpr):
-    """The numbers of each element, in a tensor each, as float32 and larger than they are by
-    `_height`: with a number in its mantissa a float is that much larger. Converting an integer
-    takes eight times as long."""
-    if BITS == 8:
-        if USE_PTX:
-            bits = _two_of_bytes(w)
-        else:
-            bits = (_raised(w, 0, BITS), _raised(w, 1, BITS))
-    else:
-        if USE_PTX:
-            bits = _four_of_halves(w)
-        else:
-            bits = (
-                _raised(w, 0, BITS),
-                _raised(w, 1, BITS),
-                _raised(w, 2, BITS),
-                _raised(w, 3, BITS),
-            )
-    numbers = ()
-    for place in tl.static_range(16 // BITS):
-        numbers += (bits[place].to(tl.float32, bitcast=True),)  # type: ignore[assignment]
-    return numbers
-
-
-@triton.jit
-def _height(place: tl.constexpr, BITS: tl.constexpr):
-    """What `_raised_numbers` are too large by. A float of its size has 8 or more bits of fraction:
-    a group's low, that much lower, is off by 1/512 of a number's step at most."""
-    return 2048.0 if BITS * place % 8 == 4 else 32768.0
-
-
-@triton.jit
-def _scale_and_low(pair, BITS: tl.constexpr):
-    scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    low = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return scale * COARSE if BITS == 4 else scale, low
-
-
-@triton.jit
-def _over_elements(t, ELEMENTS: tl.constexpr):
-    """[rows, groups] -> [rows, elements of the groups]"""
-    wide = tl.broadcast_to(t[:, :, None], [t.shape[0], t.shape[1], ELEMENTS])
-    return tl.reshape(wide, [t.shape[0], t.shape[1] * ELEMENTS])
 
 
 @triton.jit(do_not_specialize=["num_rows", "row_bytes", "out_stride"])
@@ -240,21 +109,14 @@ def _mma_kernel(
             w = tl.load(at, mask=is_element, other=0, eviction_policy="evict_first")
             is_group = is_row & (groups < num_groups)
             pair = tl.load(pairs_at + groups * ROWS, mask=is_group, other=0)
-        scale, low = _scale_and_low(pair, BITS)
-        wide_scale, wide_low = _over_elements(scale, ELEMENTS), _over_elements(low, ELEMENTS)
-        numbers = _raised_numbers(w, BITS, USE_PTX)
+        kept = numbers_and_scales(w, pair, BITS, False, USE_PTX)
         for place in tl.static_range(16 // BITS):
             of_x = start * GROUP + place * ELEMENTS + columns
             if EVEN_K:
                 x = tl.load(x_at + of_x, mask=is_token, other=0)
             else:
                 x = tl.load(x_at + of_x, mask=is_token & (of_x < k), other=0)
-            if dtype == tl.float32:
-                weight = (numbers[place] - _height(place, BITS)) * wide_scale + wide_low
-            else:
-                # An instruction less.
-                lowered = _over_elements(low - scale * _height(place, BITS), ELEMENTS)
-                weight = (numbers[place] * wide_scale + lowered).to(dtype)
+            weight = weight_at(place, *kept, dtype, BITS, False)
             acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
     is_last = True
     if SPLITS > 1:
@@ -301,13 +163,11 @@ def _widen_kernel(
     w = tl.load(at, mask=is_element, other=0)
     pairs_at = pairs_ptr + (rows // ROWS * num_groups + groups) * ROWS + rows % ROWS
     pair = tl.load(pairs_at, mask=is_row & (groups < num_groups), other=0)
-    scale, low = _scale_and_low(pair, BITS)
     row_scale = tl.load(row_scale_ptr + rows, mask=is_row, other=0.0)
-    numbers = _raised_numbers(w, BITS, USE_PTX)
-    wide_scale, wide_low = _over_elements(scale, ELEMENTS), _over_elements(low, ELEMENTS)
+    kept = numbers_and_scales(w, pair, BITS, False, USE_PTX)
     columns = start * GROUP + elements // ELEMENTS * GROUP + elements % ELEMENTS
     for place in tl.static_range(16 // BITS):
-        value = ((numbers[place] - _height(place, BITS)) * wide_scale + wide_low) * row_scale
+        value = weight_at(place, *kept, tl.float32, BITS, False) * row_scale
         at = columns + place * ELEMENTS
         out_at = out_ptr + own.to(tl.int64) * k + at
         tl.store(out_at, value.to(out_ptr.dtype.element_ty), mask=is_row & (at < k))

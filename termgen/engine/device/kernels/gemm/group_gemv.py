@@ -20,10 +20,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-GROUP: tl.constexpr = tl.constexpr(32)
-"""Columns that share a scale."""
-COARSE: tl.constexpr = tl.constexpr(17)
-"""Levels of 8 bits between those of 4."""
+from termgen.engine.device.kernels.gemm.group_layout import (
+    COARSE,
+    GROUP,
+    halves_of,
+    levels_of_floats,
+)
+
 _LARGEST: tl.constexpr = tl.constexpr(32767.0)
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2 ** 23: a float that it is added to is rounded, and lies in the sum's lowest bits as an
@@ -128,7 +131,7 @@ def _four(t):
 
 
 @triton.jit
-def _tile(
+def words_and_pairs(
     w_ptr,
     pairs_ptr,
     first_row,
@@ -158,7 +161,7 @@ def _tile(
 
 
 @triton.jit
-def _add(
+def add_products(
     sums,
     words,
     pairs,
@@ -173,32 +176,50 @@ def _add(
     BLOCK_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     USE_PTX: tl.constexpr,
+    FLOATS: tl.constexpr = False,
 ):
+    """sums, a tensor [groups] for each row of x and each row of the weight, with these groups'."""
     is_group = groups < num_groups
     new_sums = ()
     for token in tl.static_range(BLOCK_M):
         # A token past the last repeats it; its sums go nowhere.
         x_at = x_ptr + tl.minimum(token, num_rows - 1) * x_stride
         first, second, x_scale, x_sum = _group_of_x(x_at, groups, is_group, k, EVEN_K, USE_PTX)
-        number_scale = x_scale * COARSE if BITS == 4 else x_scale
+        number_scale = x_scale * COARSE if BITS == 4 and not FLOATS else x_scale
         for r in tl.static_range(BLOCK_N):
             if BITS == 4:
-                w = words[r]
-                a, b = w & 0x0F0F0F0F, (w >> 4) & 0x0F0F0F0F
+                if FLOATS:
+                    a, b = levels_of_floats(words[r], USE_PTX)
+                else:
+                    a, b = words[r] & 0x0F0F0F0F, (words[r] >> 4) & 0x0F0F0F0F
             else:
                 a, b = words[2 * r], words[2 * r + 1]
             zero = tl.zeros_like(a)
             lower = _dot(b, second[0], _dot(a, first[0], zero, False, USE_PTX), False, USE_PTX)
             upper = _dot(b, second[1], _dot(a, first[1], zero, True, USE_PTX), True, USE_PTX)
             dot = (tl.sum(upper, axis=1) << 8) + tl.sum(lower, axis=1)
-            pair = pairs[r]
-            scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            low = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            scale, low = halves_of(pairs[r], FLOATS)
             y = sums[token * BLOCK_N + r]
             y += dot.to(tl.float32) * scale * number_scale
             y += low * x_sum
             new_sums += (y,)  # type: ignore[assignment]
     return new_sums
+
+
+@triton.jit
+def no_sums(NUM: tl.constexpr, BLOCK_K: tl.constexpr):
+    sums = ()
+    for _ in tl.static_range(NUM):
+        sums += (tl.zeros([BLOCK_K], tl.float32),)  # type: ignore[assignment]
+    return sums
+
+
+@triton.jit
+def sum_of_four(sums, first: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The sums over groups of four neighbours, [4]: one over threads for all."""
+    a = tl.join(sums[first], sums[first + 2])
+    b = tl.join(sums[first + 1], sums[first + 3])
+    return tl.sum(tl.reshape(tl.join(a, b), [BLOCK_K, 4]), axis=0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_stride"])
@@ -228,25 +249,25 @@ def gemv_kernel(
     groups = tl.arange(0, BLOCK_K)
     if USE_PDL:
         gdc_launch_dependents()
-    words, pairs = _tile(w_ptr, pairs_ptr, first_row, groups, n, num_groups, BITS, BLOCK_N)
+    words, pairs = words_and_pairs(
+        w_ptr, pairs_ptr, first_row, groups, n, num_groups, BITS, BLOCK_N
+    )
     if USE_PDL:
         gdc_wait()
-    sums = ()
-    for _ in tl.static_range(BLOCK_M * BLOCK_N):
-        sums += (tl.zeros([BLOCK_K], tl.float32),)  # type: ignore[assignment]
+    sums = no_sums(BLOCK_M * BLOCK_N, BLOCK_K)
     for start in tl.range(BLOCK_K, num_groups, BLOCK_K, num_stages=1):
         ahead = start + tl.arange(0, BLOCK_K)
-        next_words, next_pairs = _tile(
+        next_words, next_pairs = words_and_pairs(
             w_ptr, pairs_ptr, first_row, ahead, n, num_groups, BITS, BLOCK_N
         )
-        sums = _add(
+        sums = add_products(
             *(sums, words, pairs, x_ptr, groups, num_rows, k, num_groups, x_stride),
             *(BITS, BLOCK_M, BLOCK_N, EVEN_K, USE_PTX),
         )
         words = next_words
         pairs = next_pairs
         groups = ahead
-    sums = _add(
+    sums = add_products(
         *(sums, words, pairs, x_ptr, groups, num_rows, k, num_groups, x_stride),
         *(BITS, BLOCK_M, BLOCK_N, EVEN_K, USE_PTX),
     )
@@ -256,10 +277,7 @@ def gemv_kernel(
         if HAS_BIAS:
             bias = tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)
         for token in tl.static_range(BLOCK_M):
-            # One sum over threads for four rows.
-            a = tl.join(sums[token * BLOCK_N + r], sums[token * BLOCK_N + r + 2])
-            b = tl.join(sums[token * BLOCK_N + r + 1], sums[token * BLOCK_N + r + 3])
-            y = tl.sum(tl.reshape(tl.join(a, b), [BLOCK_K, 4]), axis=0) * row_scale
+            y = sum_of_four(sums, token * BLOCK_N + r, BLOCK_K) * row_scale
             if HAS_BIAS:
                 y += bias
             at = out_ptr + token * out_stride + rows

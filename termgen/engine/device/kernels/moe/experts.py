@@ -13,17 +13,31 @@ choice goes by the next power of two, and recordings exist for every power of tw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from termgen.engine.device.kernels.gemm.group_layout import GROUP
 from termgen.engine.device.kernels.launch import dot_precision, next_power_of_2, pdl_options
+from termgen.engine.device.kernels.moe.group_experts import (
+    GroupWeights,
+    fitting,
+    group_product_kernel,
+    multiply_lone,
+)
 from termgen.engine.device.kernels.moe.routing import LonePairs, PairTiles, route, sort_pairs
-from termgen.engine.device.kernels.rows.gated_activation import activate
+from termgen.engine.device.kernels.moe.tiles import (
+    Clamp,
+    ExpertTiles,
+    Tile,
+    expert_of,
+    pairs_of,
+    store_pairs,
+    tile_at,
+)
 
 _COMBINE_BLOCK = 512
 _MAX_STREAMED_ROWS = 16
@@ -31,43 +45,6 @@ _EXPERTS_OF_LONE_PAIR = 8
 """Experts to a pair from which on pairs are not sorted: of random pairs few share an expert."""
 LARGEST_ROWS = 8192
 """Numbers of tokens from which on nothing changes any more."""
-
-
-class Clamp(Protocol):
-    """The two numbers of a clamped activation."""
-
-    @property
-    def alpha(self) -> float: ...
-
-    @property
-    def limit(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One program's part of a product. Up to 96 KiB of tiles in flight fit every supported GPU."""
-
-    block_n: int
-    """Rows of the weight; of gate and of up each, where both are multiplied."""
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group: int
-    """Tiles of tokens that go through the weight side by side, so that it is read once for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTiles:
-    """The cut of both products, which share their tiles of tokens."""
-
-    block_m: int
-    """Pairs of a token and an expert in a tile, all of one expert; at least 16."""
-    gate_up: Tile
-    down: Tile
-    chunk: int
-    """Pairs that one program sorts by expert."""
-    scan: int
-    """Pairs that it counts at a time."""
 
 
 _HALF = {  # average number of tokens of an expert, at most -> tiles
@@ -78,15 +55,45 @@ _HALF = {  # average number of tokens of an expert, at most -> tiles
         128, Tile(64, 64, 8, 3, 16), Tile(128, 64, 8, 3, 16), chunk=128, scan=4096
     ),
 }
+_EXPERTS_OF_LONE_GROUPS = 1
+"""The same where pairs multiply one by one: some weights are read twice, yet the integer products
+are faster by more."""
+_LONE_IN_GROUPS = ExpertTiles(1, Tile(16, 32, 1, 1, 1), Tile(8, 32, 1, 1, 1), chunk=32, scan=512)
+_LONE_WIDE = ExpertTiles(1, Tile(8, 32, 1, 1, 1), Tile(8, 32, 1, 1, 1), chunk=32, scan=512)
+"""For more than 4 bits of integers."""
+_IN_GROUPS = {
+    8: ExpertTiles(16, Tile(32, 4, 2, 3, 1), Tile(64, 4, 2, 3, 1), chunk=32, scan=512),
+    16: ExpertTiles(32, Tile(64, 4, 4, 3, 1), Tile(128, 2, 4, 3, 1), chunk=64, scan=2048),
+    64: ExpertTiles(64, Tile(128, 2, 4, 3, 4), Tile(128, 2, 8, 3, 4), chunk=64, scan=2048),
+    LARGEST_ROWS: ExpertTiles(
+        128, Tile(128, 4, 8, 3, 16), Tile(128, 4, 8, 3, 16), chunk=128, scan=4096
+    ),
+}
 _FLOAT = ExpertTiles(16, Tile(32, 32, 4, 2, 1), Tile(32, 32, 4, 2, 1), chunk=32, scan=512)
+_FLOAT_IN_GROUPS = ExpertTiles(16, Tile(32, 2, 4, 2, 1), Tile(32, 2, 4, 2, 1), chunk=32, scan=512)
+Weights = torch.Tensor | GroupWeights
+"""The matrices of all experts."""
 
 
-def choose_tiles(num_tokens: int, *, num_experts: int, top_k: int, itemsize: int) -> ExpertTiles:
+def choose_tiles(
+    num_tokens: int,
+    *,
+    num_experts: int,
+    top_k: int,
+    itemsize: int,
+    groups: GroupWeights | None = None,
+) -> ExpertTiles:
+    """groups: the first weights, where they are stored so."""
     if itemsize == 4:
-        return _FLOAT
+        return _FLOAT if groups is None else _FLOAT_IN_GROUPS
     rows = min(next_power_of_2(num_tokens), LARGEST_ROWS)
+    is_few = _EXPERTS_OF_LONE_GROUPS * rows * top_k <= num_experts
+    if is_few and groups is not None and groups.can_be_lone:
+        is_wide = groups.num_bits > 4 or groups.are_floats
+        return _LONE_WIDE if is_wide else _LONE_IN_GROUPS
+    table = _HALF if groups is None else _IN_GROUPS
     average = min(rows * top_k / num_experts, rows)
-    return next(tiles for most, tiles in _HALF.items() if average <= most)
+    return next(tiles for most, tiles in table.items() if average <= most)
 
 
 @triton.jit
@@ -94,14 +101,6 @@ def expert_tile(at, columns, K: tl.constexpr, BLOCK_K: tl.constexpr, POLICY: tl.
     if K % BLOCK_K == 0:
         return tl.load(at, eviction_policy=POLICY)
     return tl.load(at, mask=(columns < K)[None, :], other=0.0, eviction_policy=POLICY)
-
-
-@triton.jit
-def clamped_glu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """`layers.ops.clamped_glu` of float32; NaN stays NaN."""
-    gate = tl.minimum(gate, LIMIT, tl.PropagateNan.ALL)
-    up = tl.clamp(up, -LIMIT, LIMIT, tl.PropagateNan.ALL)
-    return (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -126,7 +125,7 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
+    TILES_TOGETHER: tl.constexpr,
     POLICY: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -134,32 +133,19 @@ def _product_kernel(
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # GROUP tiles of pairs take turns at each tile of the weight, which stays in the L2 cache.
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    program = tl.program_id(0)
-    first_tile = program // (GROUP * N_TILES) * GROUP
-    in_group = program % (GROUP * N_TILES)
-    group = tl.minimum(num_tiles - first_tile, GROUP)
-    tile = first_tile + in_group % group
-    if IS_SORTED:
-        expert = tl.load(tiles_ptr + tile)
-        if expert < 0:
-            return
-        at = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BLOCK_M)
-        is_pair = at < tl.load(tiles_ptr + 2 * num_tiles + tile)
-        pairs = tl.load(order_ptr + at, mask=is_pair, other=0)
-    else:
-        expert = tl.load(order_ptr + tile)
-        is_pair = tl.arange(0, BLOCK_M) < 1
-        pairs = tl.where(is_pair, tile, 0)
-    rows = in_group // group * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile, of_rows = tile_at(tl.program_id(0), num_tiles, N_TILES, TILES_TOGETHER)
+    expert = expert_of(order_ptr, tiles_ptr, tile, IS_SORTED)
+    if expert < 0:
+        return
+    pairs, is_pair = pairs_of(order_ptr, tiles_ptr, num_tiles, tile, IS_SORTED, BLOCK_M)
+    rows = of_rows * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = expert.to(tl.int64) * ((2 if GATED else 1) * N) + tl.minimum(rows, N - 1)
     w_at = w_ptr + w_rows[:, None] * K
     x_at = x_ptr + (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * K
     # The weight's rows are the tall operand of the matrix units, the pairs the narrow one.
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if GATED:
-        acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc_up = acc
     for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         columns = start + tl.arange(0, BLOCK_K)
         x_mask = is_pair[:, None]
@@ -171,19 +157,10 @@ def _product_kernel(
         if GATED:
             up = expert_tile(w_at + N * K + columns[None, :], columns, K, BLOCK_K, POLICY)
             acc_up = tl.dot(up, x, acc_up, input_precision=PRECISION)
-    if HAS_BIAS:
-        bias_at = bias_ptr + expert * ((2 if GATED else 1) * N) + rows
-        acc += tl.load(bias_at, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            acc_up += tl.load(bias_at + N, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        if LIMIT > 0:
-            acc = clamped_glu(acc, acc_up, LIMIT, ALPHA)
-        else:
-            acc = activate(acc, ACTIVATION) * acc_up
-    out_at = out_ptr + pairs.to(tl.int64)[None, :] * N + rows[:, None]
-    mask = is_pair[None, :] & (rows < N)[:, None]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    store_pairs(
+        *(acc, acc_up, bias_ptr, out_ptr, expert, rows, pairs, is_pair),
+        *(N, GATED, ACTIVATION, HAS_BIAS, LIMIT, ALPHA),
+    )
 
 
 @triton.jit
@@ -213,8 +190,8 @@ def _combine_kernel(
 def experts(
     x: torch.Tensor,  # [T, hidden], contiguous
     router_logits: torch.Tensor,  # [T, num_experts]
-    gate_up: torch.Tensor,  # [num_experts, 2 * inner, hidden]
-    down: torch.Tensor,  # [num_experts, hidden, inner]
+    gate_up: Weights,  # [num_experts, 2 * inner, hidden]
+    down: Weights,  # [num_experts, hidden, inner]
     *,
     top_k: int,
     renormalize: bool,
@@ -228,17 +205,21 @@ def experts(
     pdl: bool = True,
 ) -> torch.Tensor:
     """[T, hidden]. `layers.ops.run_experts` is the reference. `tiles`: the cut, to try others."""
-    num_tokens, hidden = x.shape
-    num_experts, _, inner = down.shape
+    num_tokens = len(x)
+    num_experts, hidden, inner = down.shape
     assert router_logits.shape == (num_tokens, num_experts), router_logits.shape
-    assert gate_up.shape == (num_experts, 2 * inner, hidden) and gate_up.is_contiguous()
-    assert down.shape == (num_experts, hidden, inner) and down.is_contiguous()
+    assert gate_up.shape == (num_experts, 2 * inner, hidden), (gate_up.shape, down.shape)
+    assert hidden == x.shape[1] and x.is_contiguous(), (x.shape, x.stride())
     out = torch.empty_like(x)
     if not num_tokens:
         return out
     if tiles is None:
         tiles = choose_tiles(
-            num_tokens, num_experts=num_experts, top_k=top_k, itemsize=x.element_size()
+            num_tokens,
+            num_experts=num_experts,
+            top_k=top_k,
+            itemsize=x.element_size(),
+            groups=gate_up if isinstance(gate_up, GroupWeights) else None,
         )
     ids, weights = route(
         router_logits,
@@ -250,7 +231,8 @@ def experts(
     )
     top_k = ids.shape[1]
     pairs: PairTiles | LonePairs = LonePairs(ids.view(-1))
-    if num_tokens > 1 and _EXPERTS_OF_LONE_PAIR * ids.numel() > num_experts:
+    is_sorted = num_tokens > 1 and _EXPERTS_OF_LONE_PAIR * ids.numel() > num_experts
+    if is_sorted and tiles.block_m > 1:
         pairs = sort_pairs(
             ids,
             num_experts=num_experts,
@@ -287,7 +269,7 @@ def experts(
 
 def multiply(
     x: torch.Tensor,  # [num_pairs / top_k, K]: pair p has row p // top_k
-    weight: torch.Tensor,  # [num_experts, rows, K]
+    weight: Weights,  # [num_experts, rows, K]
     pairs: PairTiles | LonePairs,
     block_m: int,
     tile: Tile,
@@ -308,31 +290,47 @@ def multiply(
         n //= 2
     num_pairs, num_tiles = len(pairs.order), pairs.num_tiles
     out = torch.empty((num_pairs, n), dtype=x.dtype, device=x.device)
-    _product_kernel[(num_tiles * triton.cdiv(n, tile.block_n),)](
-        x,
-        weight,
-        bias,
-        out,
-        *pairs,
-        num_tiles,
-        N=n,
-        K=k,
-        PAIRS_PER_ROW=top_k,
-        GATED=activation is not None,
-        ACTIVATION=activation,
-        HAS_BIAS=bias is not None,
-        LIMIT=0.0 if clamp is None else clamp.limit,
-        ALPHA=0.0 if clamp is None else clamp.alpha,
-        IS_SORTED=pairs.tiles is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        NUM_STAGES=tile.num_stages,
-        GROUP=tile.group,
-        # A weight that few pairs use is read once: it should leave the L2 cache first.
-        POLICY="evict_first" if block_m <= _MAX_STREAMED_ROWS else "",
-        PRECISION=dot_precision(x.dtype),
-        num_warps=tile.num_warps,
+    product: dict[str, Any] = {
+        "N": n,
+        "K": k,
+        "PAIRS_PER_ROW": top_k,
+        "GATED": activation is not None,
+        "ACTIVATION": activation,
+        "HAS_BIAS": bias is not None,
+        "LIMIT": 0.0 if clamp is None else clamp.limit,
+        "ALPHA": 0.0 if clamp is None else clamp.alpha,
         **pdl_options(x.device, enabled=pdl),
+    }
+    if isinstance(weight, GroupWeights) and block_m == 1:
+        assert isinstance(pairs, LonePairs), "pairs that each read a weight alone"
+        multiply_lone(x, weight, bias, out, pairs, tile, product)
+        return out
+    if isinstance(weight, GroupWeights):
+        tile = fitting(tile, block_m, weight, x, is_gated=activation is not None)
+    cut: dict[str, Any] = {
+        "IS_SORTED": pairs.tiles is not None,
+        "BLOCK_M": block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "NUM_STAGES": tile.num_stages,
+        "TILES_TOGETHER": tile.group,
+        # A weight that few pairs use is read once: it should leave the L2 cache first.
+        "POLICY": "evict_first" if block_m <= _MAX_STREAMED_ROWS else "",
+        "PRECISION": dot_precision(x.dtype),
+        "num_warps": tile.num_warps,
+    }
+    grid = (num_tiles * triton.cdiv(n, tile.block_n),)
+    if isinstance(weight, torch.Tensor):
+        assert weight.is_contiguous(), weight.stride()
+        _product_kernel[grid](x, weight, bias, out, *pairs, num_tiles, **product, **cut)
+        return out
+    weight.check()
+    group_product_kernel[grid](
+        *(x, weight.words.view(torch.int16), weight.pairs, weight.row_scale, bias, out),
+        *(*pairs, num_tiles),
+        EVEN_K=k % (tile.block_k * GROUP.value) == 0,
+        **weight.options,
+        **product,
+        **cut,
     )
     return out

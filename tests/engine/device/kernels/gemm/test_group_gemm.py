@@ -18,12 +18,15 @@ require_triton()
 from termgen.engine.device.kernels.gemm.group_gemm import (  # noqa: E402
     group_gemm,
     group_gemm_reference,
+    widen,
+)
+from termgen.engine.device.kernels.gemm.group_layout import (  # noqa: E402
+    COARSE,
+    GROUP,
     pack,
     pack_pairs,
     rows_aside,
-    widen,
 )
-from termgen.engine.device.kernels.gemm.group_gemv import COARSE, GROUP  # noqa: E402
 from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace  # noqa: E402
 from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig  # noqa: E402
 from termgen.engine.device.native.int8_blocks import Quantized, dequantize  # noqa: E402
