@@ -160,8 +160,8 @@ class EngineConfig:
         "auto",
         "how weights are stored. int8: in 8 bits, or the 4 of a GGUF file; q4: layers in 4 bits, "
         "tables and heads in 8; fp8: layers in 8-bit floats, on a GPU of compute capability 8.9 or "
-        "more; none: in the dtype; auto: int8 on a CPU, if no dtype is given and the model is "
-        "large enough to gain by it",
+        "more; none: in the dtype; auto: if no dtype is given, int8 on a CPU for models large "
+        "enough to gain by it, and on a GPU for files of quantised weights, which stay so",
         choices=QUANTIZATIONS,
     )
     threads: int | None = setting(

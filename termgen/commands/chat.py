@@ -28,6 +28,7 @@ STOP_WAIT_S = 0.5
 SPARE_SHARE = 1.1
 """Memory needed relative to the weights: steps and a KV cache take some too."""
 _GGUF_BITS = re.compile(r"(?:^|[^a-z])(?:i?q(\d)|(b?f16)|(f32))(?![0-9])", re.IGNORECASE)
+_STORED_BITS_OF_Q4 = 4.6
 _HELD_BITS_OF_Q4_K_M = 5.8
 """Bits a weight in memory of the most common file: 5, and 9 for a fifth of the weights."""
 
@@ -174,7 +175,9 @@ class LocalShelf:
         room = self._room()
         fits = None if needs is None or room is None else needs * SPARE_SHARE <= room
         is_current = path is not None and current is not None and path.samefile(current)
-        form = "" if needs is None else held_form(self._holder.config, self._device)[0]
+        form = (
+            "" if needs is None else held_form(path or file, self._holder.config, self._device)[0]
+        )
         return ModelChoice(name, detail, size, path is not None, is_current, needs, fits, form)
 
     def _current(self) -> Path | None:
@@ -222,21 +225,28 @@ def _named_faults() -> Iterator[None]:
 
 def weights_bytes(path: Path | None, size: int, config: EngineConfig, device: str) -> int:
     """Approximate memory for weights of this size on disk, in the dtype they will be loaded as."""
-    stored_bits, held_bits = 16.0, held_form(config, device)[1]
-    if path is not None and path.suffix.lower() == ".gguf":
-        found = _GGUF_BITS.search(path.stem)
-        digits, _, is_32 = found.groups() if found is not None else ("4", None, None)
-        stored_bits = float(digits) + 0.6 if digits else 32.0 if is_32 else 16.0
-        if digits == "4":  # most of its blocks stay what they are
-            held_bits = min(held_bits, _HELD_BITS_OF_Q4_K_M) if held_bits < 16 else held_bits
+    stored_bits, held_bits = stored_form(path), held_form(path, config, device)[1]
+    if stored_bits == _STORED_BITS_OF_Q4 and held_bits < 16:  # most of its blocks stay as they are
+        held_bits = min(held_bits, _HELD_BITS_OF_Q4_K_M)
     return int(size * held_bits / stored_bits)
 
 
-def held_form(config: EngineConfig, device: str) -> tuple[str, float]:
+def stored_form(path: Path | None) -> float:
+    """Bits of a weight in a file, by its name."""
+    if path is None or path.suffix.lower() != ".gguf":
+        return 16.0
+    found = _GGUF_BITS.search(path.stem)
+    digits, _, is_32 = found.groups() if found is not None else ("4", None, None)
+    return int(digits) + 0.6 if digits else 32.0 if is_32 else 16.0
+
+
+def held_form(path: Path | None, config: EngineConfig, device: str) -> tuple[str, float]:
     """The type that weights have in memory, and its bits for each of them."""
     if config.quantization == "q4":
         return "q4", 5.5
-    is_open = config.dtype == "auto" and device == "cpu"
-    if config.quantization == "int8" or (config.quantization == "auto" and is_open):
+    is_on_cpu, is_open = device == "cpu", config.dtype == "auto"
+    is_kept = is_open and (is_on_cpu or stored_form(path) < 16)
+    if config.quantization == "int8" or (config.quantization == "auto" and is_kept):
         return "int8", 9.0
-    return ("float32", 32.0) if config.dtype == "float32" or is_open else ("16-bit floats", 16.0)
+    is_wide = config.dtype == "float32" or (is_open and is_on_cpu)
+    return ("float32", 32.0) if is_wide else ("16-bit floats", 16.0)

@@ -101,9 +101,9 @@ async def test_the_list(machine: Path) -> None:
     assert not missing.is_here and missing.size_bytes == 14_500_000_000
     assert missing.needs_bytes == missing.size_bytes and missing.fits is False
     quantised = by_name["qwen3-8b-q4"]
-    assert not quantised.is_here and quantised.needs_bytes == int(5_030_000_000 * 16 / 4.6)
-    assert quantised.held_as == "16-bit floats"
-    assert quantised.fits is False and by_name["qwen3-1.7b-q8"].fits
+    assert not quantised.is_here and quantised.needs_bytes == int(5_030_000_000 * 5.8 / 4.6)
+    assert quantised.held_as == "int8"
+    assert quantised.fits and by_name["qwen3-1.7b-q8"].fits
     assert by_name["gemma-3-270m-base-q4"].detail.startswith("continues text, has no chat template")
     current = [choice.name for choice in choices if choice.is_current]
     assert current == [str(here)]
@@ -141,7 +141,8 @@ async def test_what_is_gone_does_not_break_the_list(
         ("x", {"dtype": "float32"}, "cpu", 2.0),
         ("x", {"dtype": "bfloat16"}, "cpu", 1.0),
         ("x", {"quantization": "int8"}, "cpu", 9 / 16),
-        ("x.Q8_0.gguf", {}, "cuda:0", 16 / 8.6),
+        ("x.Q8_0.gguf", {}, "cuda:0", 9 / 8.6),
+        ("x.Q8_0.gguf", {"dtype": "bfloat16"}, "cuda:0", 16 / 8.6),
         ("SmolLM2-135M-Instruct.Q4_1.gguf", {}, "cpu", 5.8 / 4.6),
         ("x.Q4_K_M.gguf", {"quantization": "int8"}, "cuda:0", 5.8 / 4.6),
         ("x.Q4_K_M.gguf", {"quantization": "none"}, "cpu", 32 / 4.6),
@@ -151,7 +152,7 @@ async def test_what_is_gone_does_not_break_the_list(
         ("model-f16.gguf", {}, "cpu", 9 / 16),
         ("model-BF16.gguf", {}, "cuda:0", 1.0),
         ("model.F32.gguf", {}, "cpu", 9 / 32),
-        ("q4u1ck.gguf", {}, "cuda:0", 16 / 4.6),
+        ("q4u1ck.gguf", {}, "cuda:0", 5.8 / 4.6),
     ],
 )
 def test_what_weights_take(name: str, config: dict[str, str], device: str, share: float) -> None:

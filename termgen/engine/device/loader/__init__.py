@@ -5,6 +5,8 @@ torch is imported when a checkpoint is opened.
 
 from __future__ import annotations
 
+import math
+from contextlib import closing
 from pathlib import Path
 
 from termgen.engine.device.loader.checkpoint import (
@@ -16,7 +18,15 @@ from termgen.engine.device.loader.checkpoint import (
 )
 from termgen.errors import ModelNotFoundError
 
-__all__ = ["Checkpoint", "load_generation_config", "load_model_config", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "is_in_blocks",
+    "load_generation_config",
+    "load_model_config",
+    "open_checkpoint",
+]
+
+_FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -34,3 +44,22 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     from termgen.engine.device.loader.gguf_checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(path)
+
+
+def is_in_blocks(path: Path | str) -> bool:
+    """True if most numbers of a model's matrices are stored as blocks of integers, or of floats of
+    4 bits, that a quantised matrix keeps or comes close to."""
+    from termgen.engine.device.loader.weights import StoredSource
+
+    in_blocks = others = 0
+    with closing(open_checkpoint(path)) as checkpoint:
+        assert isinstance(checkpoint, StoredSource), "every reader of files is"
+        for name in checkpoint.names():
+            shape = checkpoint.shape(name)
+            if len(shape) < 2:
+                continue
+            if checkpoint.kind(name) in (None, *_FLOATS):
+                others += math.prod(shape)
+            else:
+                in_blocks += math.prod(shape)
+    return in_blocks > others

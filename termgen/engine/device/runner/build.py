@@ -87,7 +87,7 @@ def build_runner(
     limits = resolve.resolve_limits(config, model_config, device)
     model_config = model_config.for_positions(limits.max_model_len)
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
-    quantization = resolve.resolve_quantization(config, model_config, device)
+    quantization = resolve.resolve_quantization(config, model_config, device, path)
     memory = MemoryAccount(meter_for(device), config, where=str(device))
     memory.check_others()
     with memory.making("workspace"):

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from termgen.config import EngineConfig
-from termgen.engine.device import native
+from termgen.engine.device import kernels, native
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.loader import is_in_blocks
 from termgen.engine.device.runner.memory import make_meter
 from termgen.errors import ConfigError
 
@@ -99,19 +100,20 @@ def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.
 
 
 def resolve_quantization(
-    config: EngineConfig, model: ModelConfig, device: torch.device
+    config: EngineConfig, model: ModelConfig, device: torch.device, path: Path
 ) -> str | None:
-    """`auto`: int8 on a CPU, where a step takes as long as reading the weights does. None where
-    the weights are not quantized."""
+    """`auto`: int8 on a CPU, where a step takes as long as reading the weights does, and on a GPU
+    for files that have their weights in blocks, which stay what they are. None where the weights
+    are not quantized."""
     if config.quantization != "auto":
         return None if config.quantization == "none" else config.quantization
-    gains = (
-        device.type == "cpu"
-        and config.dtype == "auto"
-        and model.transformers is None
-        and model.num_parameters >= WORTH_QUANTIZING
-        and not native.why_unusable()
-    )
+    if config.dtype != "auto" or model.transformers is not None:
+        return None
+    if device.type == "cpu":
+        gains = model.num_parameters >= WORTH_QUANTIZING and not native.why_unusable()
+    else:
+        is_file = config.load_format != "dummy"
+        gains = is_file and not kernels.why_unusable(device) and is_in_blocks(path)
     return "int8" if gains else None
 
 

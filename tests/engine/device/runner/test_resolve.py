@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import torch
+from gguf_experts import write_experts
 
+from termgen.config import EngineConfig
+from termgen.engine.device import kernels
+from termgen.engine.device.loader import load_model_config
 from termgen.engine.device.runner import resolve
 from termgen.engine.device.runner.resolve import (
     resolve_device,
+    resolve_quantization,
     resolve_wait,
     seats_for_states,
 )
@@ -81,3 +89,48 @@ def test_states_take_no_more_than_their_share(
     state_mib: int, total_gib: int, expected: int
 ) -> None:
     assert seats_for_states(256, state_mib * 2**20, total_gib * 2**30) == expected
+
+
+@pytest.mark.parametrize(
+    ("type_", "options", "expected"),
+    [
+        ("Q8_0", {}, "int8"),
+        ("Q4_0", {}, "int8"),
+        ("F16", {}, None),
+        ("Q8_0", {"quantization": "none"}, None),
+        ("Q8_0", {"quantization": "q4"}, "q4"),
+        ("Q8_0", {"dtype": "bfloat16"}, None),
+        ("Q8_0", {"load_format": "dummy"}, None),
+    ],
+)
+def test_files_of_blocks_stay_so_on_a_gpu(
+    type_: str,
+    options: dict[str, Any],
+    expected: str | None,
+    tiny_model_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny_model_dir("qwen3_moe", moe_intermediate_size=32)
+    quant = gguf.GGMLQuantizationType[type_]
+    path = write_experts(folder, tmp_path / "m.gguf", "qwen3moe", quant=quant)
+    config, model = EngineConfig(model=str(path), **options), load_model_config(path)
+    monkeypatch.setattr(kernels, "why_unusable", lambda device: "")
+    cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
+    assert resolve_quantization(config, model, cuda, path) == expected
+    # A model this small gains nothing on a CPU.
+    on_cpu = resolve_quantization(config, model, cpu, path)
+    assert on_cpu == (expected if "quantization" in options else None)
+    monkeypatch.setattr(kernels, "why_unusable", lambda device: "no Triton")
+    if "quantization" not in options:
+        assert resolve_quantization(config, model, cuda, path) is None
+
+
+def test_a_folder_of_floats_stays_floats_on_a_gpu(
+    tiny_model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model_dir("qwen3_moe")
+    monkeypatch.setattr(kernels, "why_unusable", lambda device: "")
+    config = EngineConfig(model=str(folder))
+    model = load_model_config(folder)
+    assert resolve_quantization(config, model, torch.device("cuda:0"), folder) is None
