@@ -131,6 +131,18 @@ class RequestTimings:
 
 
 @dataclass(frozen=True, slots=True)
+class CallPiece:
+    """The next piece of a tool call: its beginning, which has the name, or more arguments."""
+
+    index: int
+    """Which call of the answer, from 0."""
+    name: str = ""
+    """Set at the beginning of a call only."""
+    arguments: str = ""
+    """Text of a JSON object, as far as the model keeps to that."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """The text and tokens of one completion since its previous delta.
 
@@ -159,6 +171,8 @@ class TokenDelta:
     timings: RequestTimings | None = None
     """Set on the last delta."""
     error: TermgenError | None = None
+    calls: tuple[CallPiece, ...] = ()
+    """Tool calls, where a remote server takes them out of the text; else they are in `text`."""
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -171,6 +185,7 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         text="".join(d.text for d in deltas),
         token_ids=tuple(t for d in deltas for t in d.token_ids),
         logprobs=tuple(lp for part in logprobs for lp in part) if logprobs else None,
+        calls=tuple(piece for d in deltas for piece in d.calls),
         prompt_token_ids=deltas[0].prompt_token_ids,
         prompt_logprobs=next(
             (d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None

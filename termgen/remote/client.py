@@ -160,7 +160,8 @@ class RemoteClient:
 
     def learn(self, model: ModelInfo) -> None:
         """Take the model's description from a termgen server's event stream, except its name."""
-        self.model = replace(model, model_id=self.model.model_id, memory=None)
+        name = self.model.model_id
+        self.model = replace(model, model_id=name, memory=None, reads_calls=True)
 
     async def generate(
         self,

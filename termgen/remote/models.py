@@ -90,4 +90,5 @@ def model_info(url: str, model: RemoteModel) -> ModelInfo:
         has_chat_template=True,
         created=0,
         unsent_params=unsent_params(dialect_of(model.owner)),
+        reads_calls=True,
     )

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from termgen.client import RequestTimings, TokenDelta, TokenLogprob
+from termgen.client import CallPiece, RequestTimings, TokenDelta, TokenLogprob
 from termgen.errors import EngineError
 from termgen.remote.failures import frame_failure, short
 from termgen.vocabulary.request import FinishReason
 
 MAX_EVENT_BYTES = 16 * 2**20
 """Limit of an event; the token ids of a long prompt come in one."""
+MAX_CALLS = 256
+"""Tool calls of one answer."""
 UNKNOWN_ID = -1
 """Token id of a log-probability if the server sends no ids."""
 THINK_OPEN, THINK_CLOSE = "<think>\n", "\n</think>\n\n"
@@ -80,6 +82,8 @@ class _Choice:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     first_ns: int = 0
+    call_places: dict[int, int] = field(default_factory=dict)
+    """The server's index of a tool call -> its place in the answer."""
 
 
 @dataclass(slots=True)
@@ -171,6 +175,7 @@ class AnswerReader:
             raise ValueError(f"choice {index} was not asked for")
         state = self._choice(index)
         text = self._text(state, choice)
+        calls = self._calls(state, choice) if self.is_chat else ()
         ids = tuple(int(token_id) for token_id in choice.get("token_ids") or ())
         logprobs = _logprobs((choice.get("logprobs") or {}).get("content"), ids)
         prompt_ids = choice.get("prompt_token_ids")
@@ -181,10 +186,10 @@ class AnswerReader:
             state.finish_reason = _FINISH.get(reason, FinishReason.STOP)
             known = reason in _FINISH or reason in ("tool_calls", "function_call")
             state.stop_reason = choice.get("stop_reason") if known else str(reason)
-        if not (text or ids or logprobs):
+        if not (text or ids or logprobs or calls):
             return []
         self._count(state, ids)
-        return [self._delta(index, state, text, ids, logprobs)]
+        return [self._delta(index, state, text, ids, logprobs, calls)]
 
     def _count(self, state: _Choice, ids: Sequence[int]) -> None:
         state.first_ns = state.first_ns or self.clock()
@@ -205,6 +210,23 @@ class AnswerReader:
             text, state.is_thinking = text + THINK_CLOSE, False
         return text + said
 
+    def _calls(self, state: _Choice, choice: Mapping[str, Any]) -> tuple[CallPiece, ...]:
+        """Pieces of tool calls. A call without an index is a whole one, as some servers send it."""
+        pieces = []
+        for call in (choice.get("delta") or {}).get("tool_calls") or ():
+            function = call.get("function") or {}
+            name, arguments = _string(function.get("name")), _string(function.get("arguments"))
+            given = call.get("index")
+            key = len(state.call_places) if given is None else int(given)
+            if key not in state.call_places:
+                if len(state.call_places) >= MAX_CALLS or not name:
+                    raise ValueError("a call without a name, or too many calls")
+                state.call_places[key] = len(state.call_places)
+                pieces.append(CallPiece(state.call_places[key], name, arguments))
+            elif arguments:
+                pieces.append(CallPiece(state.call_places[key], "", arguments))
+        return tuple(pieces)
+
     def _delta(
         self,
         index: int,
@@ -212,6 +234,7 @@ class AnswerReader:
         text: str,
         ids: tuple[int, ...],
         logprobs: tuple[TokenLogprob, ...] | None,
+        calls: tuple[CallPiece, ...],
     ) -> TokenDelta:
         prompt_ids, self._prompt_ids = (self._prompt_ids, None) if index == 0 else (None, None)
         return TokenDelta(
@@ -226,6 +249,7 @@ class AnswerReader:
             num_cached_tokens=self._usage.cached,
             num_output_tokens=state.num_tokens,
             prompt_token_ids=prompt_ids,
+            calls=calls,
         )
 
     def _last(self, index: int) -> TokenDelta:

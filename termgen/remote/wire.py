@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from termgen.client import ChatPrompt, FillPrompt, Prompt
+from termgen.client import ChatPrompt, FillPrompt, Message, Prompt
 from termgen.errors import RequestError
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -124,20 +124,39 @@ def prompt_fields(prompt: Prompt, dialect: Dialect) -> dict[str, Any]:
         return {"prompt": prompt.prefix, "suffix": prompt.suffix}
     if not isinstance(prompt, ChatPrompt):
         return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
-    fields: dict[str, Any] = {"messages": [dict(message) for message in prompt.messages]}
+    fields: dict[str, Any] = {"messages": [_message(message) for message in prompt.messages]}
     if not prompt.add_generation_prompt:
         _need(dialect, "add_generation_prompt")
         fields["add_generation_prompt"] = False
     if prompt.continue_final_message:
         _need(dialect, "continue_final_message")
         fields["continue_final_message"] = True
-    if prompt.template_kwargs:
+    variables = dict(prompt.template_kwargs)
+    if tools := variables.pop("tools", None):
+        fields["tools"] = list(tools)
+    if variables:
         _need(dialect, "chat_template_kwargs")
-        fields["chat_template_kwargs"] = dict(prompt.template_kwargs)
+        fields["chat_template_kwargs"] = variables
     if prompt.chat_template is not None:
         _need(dialect, "chat_template")
         fields["chat_template"] = prompt.chat_template
     return fields
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """A message as servers take it: the arguments of calls are text there."""
+    sent = dict(message)
+    if sent.get("tool_calls"):
+        sent["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _text_of(call["function"])}}
+            for call in sent["tool_calls"]
+        ]
+    return sent
+
+
+def _text_of(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments", {})
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _openai_fields(params: SamplingParams, *, is_chat: bool) -> dict[str, Any]:

@@ -54,3 +54,5 @@ class ModelInfo:
     """Cores that the engine's process may use; 0: unknown."""
     cache_groups: tuple[CacheGroup, ...] = ()
     """Groups of layers with a block table each; empty: unknown (a remote server)."""
+    reads_calls: bool = False
+    """A remote server takes `tools` as they are, and tool calls out of the text."""
