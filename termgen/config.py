@@ -25,6 +25,7 @@ QUANTIZATIONS = ("auto", "none", "int8", "q4", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "native", "torch_reference", "flashinfer", "flash_attn")
+TOOLS = ("files",)
 DEVICE_WAITS = ("auto", "spin", "sleep")
 CUDAGRAPH_MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 MAX_INT = 2**31 - 1
@@ -485,6 +486,13 @@ class UIConfig:
         None,
         "file that chats are kept in, `off` for none (default: chats.sqlite3 in the user's folder)",
         metavar="PATH|off",
+    )
+    tools: tuple[str, ...] = setting(
+        (),
+        "let the model of a chat use tools, each call after you approve it. files: list, read and "
+        "search text files below the working folder (MCP servers: the tables [mcp.NAME] of the "
+        "config file)",
+        choices=TOOLS,
     )
     dashboard_hz: float = setting(
         4.0, "redraws of the dashboard per second", above=0.0, maximum=10.0

@@ -21,6 +21,7 @@ from termgen.errors import DownloadError, EngineError, ModelError, ModelNotFound
 from termgen.library import catalog
 from termgen.library.local_models import find_others, size_of
 from termgen.library.progress import TerminalProgress
+from termgen.tools.toolbox import Toolbox
 from termgen.tui.models import ModelChoice, Report, Switch
 
 STOP_WAIT_S = 0.5
@@ -34,7 +35,12 @@ _HELD_BITS_OF_Q4_K_M = 5.8
 
 
 def run_chat(
-    config: EngineConfig, ui: UIConfig, *, session: str | None, given: Mapping[str, Any]
+    config: EngineConfig,
+    ui: UIConfig,
+    toolbox: Toolbox,
+    *,
+    session: str | None,
+    given: Mapping[str, Any],
 ) -> int:
     """Run the chat screen. `session`: id or title of a chat to continue, "" for the last one.
 
@@ -56,6 +62,7 @@ def run_chat(
         models=LocalShelf(holder),
         chats=chats,
         resume=resume,
+        toolbox=toolbox,
         found_by=model_argument(config),
     )
 

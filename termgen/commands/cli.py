@@ -152,17 +152,20 @@ def chat_command(args: argparse.Namespace) -> int:
         "use `termgen generate` for scripts and pipes, --inline for one question, or --plain for a "
         "chat in lines",
     )
+    from termgen.commands.chat_tools import make_toolbox
+
     wanted = "" if args.continue_last else args.session
+    toolbox = make_toolbox(ui)
     given = {name: getattr(ui, name) for name in CHAT_ONLY if layers.given(name) is not None}
     if args.url is not None:
         from termgen.commands.remote_command import read_target, run_remote_chat
 
         target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
-        return run_remote_chat(target, ui, session=wanted, given=given)
+        return run_remote_chat(target, ui, toolbox, session=wanted, given=given)
     from termgen.commands.chat import run_chat
 
     share_lock_quickly()
-    return run_chat(config, ui, session=wanted, given=given)
+    return run_chat(config, ui, toolbox, session=wanted, given=given)
 
 
 def _inline_chat(

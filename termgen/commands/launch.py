@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from termgen.client import EngineClient
     from termgen.library.progress import TerminalProgress
     from termgen.server import Server
+    from termgen.tools.toolbox import Toolbox
     from termgen.tui.app import TermgenApp
     from termgen.tui.chat.saved.chat_store import ChatStore, Resume
     from termgen.tui.models import ModelShelf
@@ -152,6 +153,7 @@ def run_app(
     models: ModelShelf | None = None,
     chats: ChatStore | None = None,
     resume: Resume | None = None,
+    toolbox: Toolbox | None = None,
     found_by: Sequence[str] = (),
 ) -> int:
     """Run the terminal app until the user quits. It starts and stops the engine. found_by: see
@@ -171,6 +173,7 @@ def run_app(
         models=models,
         chats=chats,
         resume=resume,
+        toolbox=toolbox,
         found_by=found_by,
     )
     try:

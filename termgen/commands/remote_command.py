@@ -11,6 +11,7 @@ from termgen.commands.launch import end_app
 from termgen.commands.settings import SettingLayers, flag_of
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError, EngineError
+from termgen.tools.toolbox import Toolbox
 from termgen.tui.models import ModelChoice, Switch
 
 if TYPE_CHECKING:
@@ -141,7 +142,12 @@ class RemoteHolder:
 
 
 def run_remote_chat(
-    target: RemoteTarget, ui: UIConfig, *, session: str | None, given: Mapping[str, Any]
+    target: RemoteTarget,
+    ui: UIConfig,
+    toolbox: Toolbox,
+    *,
+    session: str | None,
+    given: Mapping[str, Any],
 ) -> int:
     """Chat until the user quits. `session` and `given` as for `run_chat`."""
     from termgen.tui.app import RemoteApp
@@ -157,6 +163,7 @@ def run_remote_chat(
         models=holder,
         chats=chats,
         resume=resume,
+        toolbox=toolbox,
         found_by=("--url", target.url),
         open_feed=lambda: holder.open_feed(ui.dashboard_hz),
     )

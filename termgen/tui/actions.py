@@ -13,6 +13,7 @@ from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
 from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen, bench_engine_keys
+from termgen.tui.chat.approval_panel import ApprovalPanel
 from termgen.tui.chat.chat_keys import COPY_KEYS
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.find_panel import FindPanel
@@ -35,6 +36,7 @@ BOXES = (
     HistoryPanel,
     LinksPanel,
     FindPanel,
+    ApprovalPanel,
     LensScreen,
     ModelScreen,
     ThemeChooser,
@@ -67,7 +69,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "chat.export",
         "chat.import",
     ),
-    "Model": ("chat.models", "chat.sampling", "chat.system", "chat.engine"),
+    "Model": ("chat.models", "chat.sampling", "chat.system", "chat.mcp", "chat.engine"),
     "Message": (
         "chat.attach",
         "chat.history",
@@ -124,6 +126,7 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("system prompt", [*SystemPromptPanel.BINDINGS, *first], TextArea.BINDINGS + every),
         Scope("earlier prompts", [*HistoryPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("find", [*FindPanel.BINDINGS, *first], Input.BINDINGS + every),
+        Scope("approval", [*ApprovalPanel.BINDINGS, *first], every),
         Scope("engine", [*SilentScreen.BINDINGS, *app], every),
         Scope("bench", [*BenchScreen.BINDINGS, *app], every),
         Scope("bench's engine", [*bench_engine_keys(), *app], every),

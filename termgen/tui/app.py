@@ -35,7 +35,9 @@ from termgen.config import UIConfig
 from termgen.errors import TermgenError
 from termgen.system.clipboard import copy_with_program
 from termgen.system.terminal_echo import show_typing
+from termgen.tools.toolbox import Toolbox
 from termgen.tui import actions
+from termgen.tui.chat.approval_panel import ApprovalPanel
 from termgen.tui.chat.chat_keys import COPY_KEYS
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.saved.chat_store import ChatStore, Resume
@@ -226,18 +228,20 @@ class TermgenApp(KeyedApp):
         models: ModelShelf | None = None,
         chats: ChatStore | None = None,
         resume: Resume | None = None,
+        toolbox: Toolbox | None = None,
         found_by: Sequence[str] = (),
     ) -> None:
         """`models`: what may be changed to; None where the model stays. found_by: arguments of the
         command line by which another start finds the same model.
 
-        Without `chats`, they are kept in memory.
+        Without `chats`, they are kept in memory. toolbox: what a chat's model may call.
         """
         super().__init__()
         assert start_screen in ("chat", "dashboard", "bench")
         self.ui = ui
         self.chats = chats or ChatStore()
         self.resume = resume
+        self.toolbox = toolbox or Toolbox()
         self._found_by = tuple(found_by)
         self.resume_command = ""
         """Set at the end: the command that opens the chat again; empty without one."""
@@ -324,6 +328,7 @@ class TermgenApp(KeyedApp):
             asyncio.get_running_loop().remove_signal_handler(number)
         if self._dashboard is not None:
             self._dashboard.close()
+        await self.toolbox.close()
         await self.chats.close()
         await self._stop_engine()
 
@@ -355,7 +360,9 @@ class TermgenApp(KeyedApp):
         self.add_mode("dashboard", lambda: dashboard)
 
     def make_chat(self, client: EngineClient) -> ChatScreen:
-        return ChatScreen(client, self.ui, chats=self.chats, resume=self.resume)
+        return ChatScreen(
+            client, self.ui, chats=self.chats, resume=self.resume, toolbox=self.toolbox
+        )
 
     def make_dashboard(self, client: EngineClient) -> DashboardScreen:
         return DashboardScreen(client, hz=self.ui.dashboard_hz)
@@ -552,6 +559,9 @@ class TermgenApp(KeyedApp):
                 self.screen.dialogue.stop_answer()
                 return
             has_draft = self.screen.put_draft_away()
+        elif isinstance(self.screen, ApprovalPanel):
+            self.screen.action_stop()
+            return
         elif isinstance(self.screen, LoadingScreen):
             has_draft = self.screen.put_draft_away()
         if not has_draft and now - self._interrupted_s < QUIT_WINDOW_S:

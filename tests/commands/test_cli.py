@@ -173,7 +173,8 @@ def test_chat_goes_on_with_the_chat_that_is_named(
 ) -> None:
     calls: list[dict[str, object]] = []
     monkeypatch.setattr(
-        "termgen.commands.chat.run_chat", lambda config, ui, **which: calls.append(which) or 0
+        "termgen.commands.chat.run_chat",
+        lambda config, ui, _toolbox, **which: calls.append(which) or 0,
     )
     monkeypatch.setattr("termgen.commands.cli._need_terminal", lambda *words: None)
     assert cli.main(["chat", *argv]) == 0

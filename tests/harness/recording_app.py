@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from fake_engine import Script
@@ -20,8 +21,11 @@ from textual.screen import Screen
 from textual.widgets import Input, TextArea
 from tui_harness import NOW_NS, FrozenApp, chat_engine, shipped_themes
 
+from termgen.tools.calls import ToolCall
+from termgen.tools.toolbox import Offered, Tool
 from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen
 from termgen.tui.bench.bench_view import BenchView
+from termgen.tui.chat.approval_panel import ApprovalPanel
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import Link, LinksPanel
@@ -46,7 +50,7 @@ class Shelf:
         return [ModelChoice("one-model")]
 
 
-async def _never() -> Any:
+async def _never(*_arguments: object) -> Any:
     await asyncio.Event().wait()
 
 
@@ -60,6 +64,12 @@ OVER: dict[str, Callable[[], Screen[Any]]] = {
     "system prompt": lambda: SystemPromptPanel(""),
     "earlier prompts": lambda: HistoryPanel(["one", "two"]),
     "find": lambda: FindPanel([Turn("one"), Turn("two")]),
+    "approval": lambda: ApprovalPanel(
+        ToolCall("files_read", "{}"),
+        Offered("files_read", "files", Tool(name="read", description="", schema={}, call=_never)),
+        type_text=str,
+        clock=count(step=10).__next__,
+    ),
     "silent": lambda: SilentScreen("no engine"),
     "engine": lambda: DashboardScreen(chat_engine(), hz=1.0, now_ns=lambda: NOW_NS),
     "bench": lambda: BenchScreen(lambda: BenchView("m", "l", "p"), stop=lambda: None, hz=1.0),

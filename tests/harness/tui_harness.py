@@ -97,6 +97,7 @@ class FrozenApp(TermgenApp):
             self.ui,
             chats=self.chats,
             resume=self.resume,
+            toolbox=self.toolbox,
             clock=clock,
             wall_clock=lambda: NOON,
         )

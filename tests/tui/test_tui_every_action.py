@@ -60,6 +60,7 @@ ACTION_OF_COMMAND = {
     "rename": "chat.rename",
     "export": "chat.export",
     "import": "chat.import",
+    "mcp": "chat.mcp",
     "model": "chat.models",
     "engine": "chat.engine",
     "theme": "app.theme",

@@ -11,6 +11,7 @@ from termgen.tui.chat.links_panel import LinkChoice, LinksPanel, links_of
 from termgen.tui.chat.state.answer_form import as_markdown
 from termgen.tui.chat.state.conversation import Turn
 from termgen.tui.chat.view import ChatView
+from termgen.tui.chat.widgets.call_rows import CALL_ROLE
 from termgen.tui.chat.widgets.chat_rows import AFTER_ROLE, BEFORE_ROLE
 from termgen.tui.chat.widgets.entries import FOLD_ROLE, AnswerEntry, QuestionEntry
 from termgen.tui.chat.widgets.messages import EntryClicked
@@ -18,6 +19,8 @@ from termgen.tui.paint.code_panel import COPY_ROLE, CodeBlock
 from termgen.tui.paint.links import open_in_browser
 from termgen.tui.paint.markdown import code_blocks
 from termgen.tui.paint.sanitize import clean
+
+_CALL = CALL_ROLE[CALL_ROLE.index(" ") :]
 
 
 class AnswerTools:
@@ -34,7 +37,11 @@ class AnswerTools:
         if role in (BEFORE_ROLE, AFTER_ROLE):
             self._dialogue.switch_turn(entry.turn, 1 if role == AFTER_ROLE else -1)
         elif role == FOLD_ROLE and isinstance(entry, AnswerEntry):
-            self._fold(entry)
+            entry.fold_thoughts(text)
+            self._view.transcript.update(entry)
+        elif _CALL in role and isinstance(entry, AnswerEntry):
+            entry.fold(int(role.partition(_CALL)[2]))
+            self._view.transcript.update(entry)
         elif role == COPY_ROLE:
             number = int(text[1 : text.index("]")])
             self._copy(number, _blocks(entry.turn))
@@ -58,18 +65,16 @@ class AnswerTools:
         self._view.copy(answer, "answer")
 
     def fold_thoughts(self) -> None:
-        """Fold or unfold the thoughts of the marked answer, else of the last with any."""
+        """Fold or unfold the thoughts and calls of the marked answer, else of the last with
+        any."""
         for turn in self._turns():
             entry = self._dialogue.answer_entry(turn)
-            if entry.has_thoughts:
-                self._fold(entry)
+            if entry.has_folds:
+                entry.fold()
+                self._view.transcript.update(entry)
                 return
         which = "no answer has" if self._dialogue.marked is None else "this answer has no"
         self._view.warn(f"{which} thoughts to show")
-
-    def _fold(self, entry: AnswerEntry) -> None:
-        entry.fold_thoughts()
-        self._view.transcript.update(entry)
 
     # -- links -----------------------------------------------------------------------------
 

@@ -166,7 +166,15 @@ TOOL_KEYS = [
         "Thoughts",
         show=False,
         id="chat.thoughts",
-        tooltip="Open or fold the thoughts before an answer (or click)",
+        tooltip="Open or fold the thoughts and tool calls before an answer (or click)",
+    ),
+    Binding(
+        "alt+m",
+        "list_tools",
+        "Tools",
+        show=False,
+        id="chat.mcp",
+        tooltip="Where the model's tools come from, and whether they work (/mcp)",
     ),
     Binding(
         "f3",

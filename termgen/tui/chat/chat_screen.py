@@ -18,6 +18,7 @@ from textual.widgets import Input, TextArea
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
+from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.answer_tools import AnswerTools
 from termgen.tui.chat.asking import QuestionFiles, Settings
 from termgen.tui.chat.chat_keys import COMMAND_KEYS, COPY_KEYS, KEYS, TOOL_KEYS
@@ -31,6 +32,7 @@ from termgen.tui.chat.state import commands
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import AnswerState, Conversation, PromptHistory
 from termgen.tui.chat.state.doubts import Doubts
+from termgen.tui.chat.system_prompt import SystemPrompt
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.chat_rows import ChatStatus, empty_rows, status_row
 from termgen.tui.chat.widgets.completion import Arguments
@@ -69,6 +71,7 @@ class ChatScreen(ThemedScreen):
         *,
         chats: ChatStore | None = None,
         resume: Resume | None = None,
+        toolbox: Toolbox | None = None,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -89,11 +92,13 @@ class ChatScreen(ThemedScreen):
             self.files,
             self.autosave,
             self._new_conversation(),
+            toolbox=toolbox or Toolbox(),
             clock=clock,
             on_asked=lambda turn: self.saved.note_asked(turn),
             on_ended=self._answer_ended,
         )
         self.tools = AnswerTools(view, self.dialogue)
+        self.system = SystemPrompt(view, self.dialogue)
         self.saved = SavedChats(
             view,
             self.settings,
@@ -455,7 +460,7 @@ class ChatScreen(ThemedScreen):
         self.dialogue.find("")
 
     def action_edit_system(self) -> None:
-        self.dialogue.open_system_panel()
+        self.system.open_panel()
 
     def action_sampling(self) -> None:
         self.settings.open_panel()
@@ -465,6 +470,9 @@ class ChatScreen(ThemedScreen):
 
     def action_copy_answer(self) -> None:
         self.tools.copy_answer()
+
+    def action_list_tools(self) -> None:
+        self.dialogue.tool_turns.run_command("")
 
     def action_fold_thoughts(self) -> None:
         self.tools.fold_thoughts()
@@ -509,7 +517,7 @@ class ChatScreen(ThemedScreen):
         return {
             "clear": alone(self.action_clear),
             "new": alone(self.action_new_chat),
-            "system": self.dialogue.system_command,
+            "system": self.system.run_command,
             "copy": alone(self.tools.copy_answer),
             "code": self.tools.copy_command,
             "save": self.tools.save_command,
@@ -528,6 +536,7 @@ class ChatScreen(ThemedScreen):
             "rename": self.saved.rename_open,
             "export": self.saved.export,
             "import": self.saved.import_chat,
+            "mcp": self.dialogue.tool_turns.run_command,
             "model": lambda argument: self.post_message(ModelsWanted(argument)),
             "engine": app("app.show('dashboard')"),
             "theme": self._set_theme,

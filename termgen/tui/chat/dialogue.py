@@ -17,19 +17,25 @@ from typing import Any
 from textual.timer import Timer
 from textual.worker import Worker
 
+from termgen.client import ChatPrompt
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
+from termgen.tools.calls import CUT_WORDS, MAX_ROUNDS, CallState, ToolCall, run_rounds
+from termgen.tools.request import ToolRequest
+from termgen.tools.text import result_chars
+from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.asking import QuestionFiles, Settings
 from termgen.tui.chat.find_panel import FindPanel
-from termgen.tui.chat.panels import SystemPromptPanel
 from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_records import restored_params
 from termgen.tui.chat.state.answer_branch import Branch, branch_at, read_branch
 from termgen.tui.chat.state.answer_tokens import AnswerTokens, score_text, score_written
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import AnswerState, Conversation, Turn, title_of
+from termgen.tui.chat.state.full_context import least_that_fits
 from termgen.tui.chat.state.thoughts import AnswerNews, read_answer
 from termgen.tui.chat.state.token_scores import TokenScores
 from termgen.tui.chat.token_lens import Choice, LensScreen
+from termgen.tui.chat.tool_turns import ToolTurns
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
 from termgen.tui.keys.keymap import brief_key_of
@@ -53,6 +59,7 @@ class Dialogue:
         autosave: Autosave,
         conversation: Conversation,
         *,
+        toolbox: Toolbox,
         clock: Callable[[], float],
         on_asked: Callable[[Turn], None],
         on_ended: Callable[[AnswerState], None],
@@ -82,9 +89,15 @@ class Dialogue:
         self._said_left_out: tuple[str, tuple[str, ...]] = ("", ())
         """(session id, parameter names) of the last notice about parameters left out."""
         self.tokens = AnswerTokens()
+        self.tool_turns = ToolTurns(
+            view, toolbox, stop=self.stop_answer, on_change=self._calls_changed
+        )
+        self._sent_tools: ToolRequest | None = None
+        """The tools of the request that is streaming, or was last."""
 
     def start(self) -> None:
         """Begin to draw answers. The screen calls it when it is mounted."""
+        self.tool_turns.start()
         self._flusher = self._view.screen.set_interval(1 / FLUSH_HZ, self.flush, pause=True)
 
     @property
@@ -127,10 +140,12 @@ class Dialogue:
         if branch is not None:
             assert beside is not None
             turn.form, turn.num_kept_tokens = None, len(branch.kept_ids) + 1
-            turn.thought = replace(beside.thought)
+            turn.thought, turn.rounds = replace(beside.thought), list(beside.rounds)
             if branch.is_whole:  # thoughts are read again from the kept tokens
                 turn.thought.text, turn.thought.is_over = "", False
         self._streaming = turn
+        limit = self._settings.client.model.max_model_len
+        self.conversation.result_chars = result_chars(limit)
         self._autosave.asked(self.conversation, turn, self._settings.params, own=self._settings.own)
         self.show_path()
         params = self._sent_params()
@@ -154,19 +169,76 @@ class Dialogue:
         return params
 
     async def _answer(self, turn: Turn, params: SamplingParams, branch: Branch | None) -> None:
-        request_id, entry = f"chat-{next(self._request_ids)}", self._entries[turn][1]
-        if branch is not None:
-            answer = read_branch(self._settings.client, branch, params, request_id=request_id)
-        else:
-            answer = self._answer_that_fits(turn, params, request_id)
+        entry = self._entries[turn][1]
         try:
-            await self._read(turn, entry, answer)
+            if branch is not None:
+                client, request_id = self._settings.client, self._next_id()
+                answer = read_branch(client, branch, params, request_id=request_id)
+                await self._read(turn, entry, answer)
+            else:
+                await self._answer_in_rounds(turn, entry, params)
         except (RequestError, EngineError) as error:
             self._fail(turn, error)
         else:
             aborted = turn.stats.finish_reason is FinishReason.ABORT
             self._finish(turn, AnswerState.STOPPED if aborted else AnswerState.DONE)
             self._say_if_full(turn)
+
+    def _next_id(self) -> str:
+        return f"chat-{next(self._request_ids)}"
+
+    async def _answer_in_rounds(
+        self, turn: Turn, entry: AnswerEntry, params: SamplingParams
+    ) -> None:
+        """Ask until the model calls no more tools."""
+
+        async def ask(offers: bool) -> Sequence[ToolCall]:
+            await self._ask_once(turn, entry, params, offers=offers)
+            if turn.calls and turn.stats.finish_reason is not FinishReason.STOP:
+                for call in turn.calls:
+                    call.end(CallState.FAILED, CUT_WORDS)
+            if not turn.calls or turn.calls[0].state.is_over:
+                return ()
+            calls = turn.end_round()
+            entry.end_round()
+            self._calls_changed()
+            return calls
+
+        if not await run_rounds(ask, self.tool_turns.run):
+            words = f"The model has called tools {MAX_ROUNDS} times in a row"
+            self._view.note(f"{words}; its answer came without them.")
+
+    async def _ask_once(
+        self, turn: Turn, entry: AnswerEntry, params: SamplingParams, *, offers: bool
+    ) -> None:
+        """Stream one answer to the path, with the tools or, if they are refused, without."""
+        while True:
+            model = self._settings.client.model
+            tools = self._sent_tools = await self.tool_turns.request_for(
+                self.conversation, turn, model, offers=offers
+            )
+            try:
+                answer = self._answer_that_fits(turn, params, self._next_id())
+                await self._read(turn, entry, answer)
+                return
+            except (RequestError, EngineError) as error:
+                chat = self.conversation
+                if turn.is_waiting and turn.rounds and isinstance(error, ContextLengthError):
+                    if not chat.cut_results():
+                        raise
+                elif not turn.is_waiting or not self.tool_turns.gives_in(error, tools):
+                    raise
+
+    def _prompt(self, num_left_out: int | None = None) -> ChatPrompt:
+        """The prompt for the path, with the tools that are offered."""
+        prompt = self.conversation.prompt(num_left_out)
+        return prompt if self._sent_tools is None else self._sent_tools.prompt(prompt)
+
+    def _calls_changed(self) -> None:
+        turn = self._streaming
+        if turn is not None:
+            self._autosave.streamed(self.conversation, turn)
+            self._view.transcript.update(self._entries[turn][1])
 
     async def _read(
         self, turn: Turn, entry: AnswerEntry, answer: AsyncGenerator[AnswerNews, None]
@@ -197,7 +269,11 @@ class Dialogue:
             await self._leave_out(turn, params)
         while True:
             answer = read_answer(
-                self._settings.client, chat.prompt(), params, request_id=request_id
+                self._settings.client,
+                self._prompt(),
+                params,
+                request_id=request_id,
+                tools=self._sent_tools,
             )
             try:
                 async with contextlib.aclosing(answer) as stream:
@@ -209,10 +285,10 @@ class Dialogue:
                         yield news
                 return
             except ContextLengthError:
-                if turn.is_bare and params.max_tokens is not None:
+                if turn.is_waiting and params.max_tokens is not None:
                     too_many = params.max_tokens
                     params = replace(params, max_tokens=None)
-                elif not (turn.is_bare and chat.fits_itself) or not await self._leave_out(
+                elif not (turn.is_waiting and chat.fits_itself) or not await self._leave_out(
                     turn, params, refused=True
                 ):
                     chat.num_left_out = left_out  # it did not help
@@ -228,7 +304,8 @@ class Dialogue:
     def _is_nearly_full(self, turn: Turn, params: SamplingParams) -> bool:
         """True if the path may be too long, so that its tokens are worth counting."""
         before = turn.parent.stats.context_tokens if turn.parent is not None else 0
-        asked = sum(len(message["content"]) for message in turn.messages())
+        messages = turn.messages(self.conversation.result_chars)
+        asked = sum(len(message["content"]) for message in messages)
         limit = self._settings.client.model.max_model_len
         return bool(limit) and before + asked > limit - self._room_wanted(params)
 
@@ -259,18 +336,7 @@ class Dialogue:
         if not limit:
             return None
         room = limit - self._room_wanted(params)
-        low, high = least, last
-        while low < high:
-            middle = (low + high) // 2
-            try:
-                ids = await self._settings.client.tokenize(self.conversation.prompt(middle))
-                fits = len(ids) <= room
-            except ContextLengthError:
-                fits = False
-            except (RequestError, EngineError):
-                return None
-            low, high = (low, middle) if fits else (middle + 1, high)
-        return low
+        return await least_that_fits(client, self._prompt, room, least, last)
 
     def _say_above(self, turn: Turn, text: str) -> None:
         """Add a notice before a shown turn."""
@@ -331,33 +397,6 @@ class Dialogue:
         if "system_prompt" in given:
             self.conversation.system_prompt = given["system_prompt"]
         self._settings.params = restored_params(given, self._settings.params)
-
-    def set_system_prompt(self, text: str | None) -> None:
-        self.conversation.system_prompt = text
-        self.save_settings()
-
-    def system_command(self, argument: str) -> None:
-        """`/system`: show, set or remove the system prompt."""
-        if argument == "off":
-            self.set_system_prompt(None)
-            self._view.note("The system prompt is removed.")
-        elif argument:
-            self.set_system_prompt(argument)
-            self._view.note(f"System prompt: {argument}")
-        elif self.conversation.system_prompt:
-            self._view.note(f"System prompt: {self.conversation.system_prompt}")
-        else:
-            key = self._view.key("chat.system")
-            self._view.note(f"There is no system prompt. `/system TEXT` or {key} sets one.")
-
-    def open_system_panel(self) -> None:
-        def use(text: str | None) -> None:
-            if text is not None:
-                self.set_system_prompt(text or None)
-                self._view.notify("system prompt set" if text else "no system prompt")
-
-        panel = SystemPromptPanel(self.conversation.system_prompt or "")
-        self._view.screen.app.push_screen(panel, use)
 
     # -- the end of an answer --------------------------------------------------------------
 

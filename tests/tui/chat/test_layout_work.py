@@ -243,7 +243,7 @@ async def test_unfolded_thoughts_make_no_long_frame(monkeypatch: pytest.MonkeyPa
     async with app.run_test(size=(90, 24)) as pilot:
         app.sheet.add(entry)
         assert entry.num_chars_to_do(80) == entry.num_chars_to_do(70), "folded, they cost nothing"
-        entry.fold_thoughts()
+        entry.fold()
         app.sheet.update(entry)
         assert "thought 999" in app.sheet.plain_text and "thought 0 " not in app.sheet.plain_text
         for width in (90, 60):

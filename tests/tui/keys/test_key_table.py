@@ -36,6 +36,7 @@ SCENES += (
     "system prompt",
     "earlier prompts",
     "find",
+    "approval",
     "silent",
     "bench",
     "bench's engine",

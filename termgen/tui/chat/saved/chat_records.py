@@ -18,9 +18,12 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from termgen.errors import ChatStoreError, RequestError
+from termgen.tools.calls import ToolCall
+from termgen.tools.text import escaped
 from termgen.tui.chat.state.attachments import Attachment, with_name
 from termgen.tui.chat.state.conversation import AnswerState, AnswerStats, Conversation, Turn
 from termgen.tui.chat.state.thoughts import Thought
+from termgen.tui.chat.state.tool_rounds import ToolRound, as_records, call_of
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
@@ -190,10 +193,11 @@ def take_others(
     added, changed = [], []
     for index, record in enumerate(turns):
         turn = known.get(record.turn_id)
-        if turn is not None and (record.turn_id in own or turn.answer == record.answer):
+        if turn is not None and (record.turn_id in own or _is_same(turn, record)):
             continue
         fresh = _readable_turn(record, f"turns[{index}]")
         if turn is not None:
+            turn.rounds = fresh.rounds
             turn.answer, turn.state, turn.stats = fresh.answer, fresh.state, fresh.stats
             turn.thought = fresh.thought
             changed.append(turn)
@@ -204,6 +208,12 @@ def take_others(
         known[record.turn_id] = fresh
         added.append(fresh)
     return added, changed
+
+
+def _is_same(turn: Turn, record: TurnRecord) -> bool:
+    rounds = record.figures.get("rounds")
+    num_rounds = len(rounds) if isinstance(rounds, list) else 0
+    return turn.answer == record.answer and len(turn.rounds) == num_rounds
 
 
 def _is_above(turn: Turn, other: Turn | None) -> bool:
@@ -321,8 +331,13 @@ def as_markdown(session: SessionRecord, conversation: Conversation) -> str:
         parts.append(f"System prompt:\n\n{quoted}")
     for turn in conversation.turns:
         parts += ["## You", *map(_folded_file, turn.attachments), turn.question.rstrip()]
-        if turn.answer or turn.thought.text:
+        if turn.answer or turn.thought.text or turn.rounds:
             parts.append(f"## {turn.model_id or session.model_id or 'Answer'}")
+        for one in turn.rounds:
+            if one.thought.text:
+                parts.append(_folded_thought(one.thought))
+            parts += [one.said] if one.said else []
+            parts += map(_folded_call, one.calls)
         if turn.thought.text:
             parts.append(_folded_thought(turn.thought))
         if turn.answer:
@@ -333,6 +348,13 @@ def as_markdown(session: SessionRecord, conversation: Conversation) -> str:
 def _folded_file(file: Attachment) -> str:
     """A folded block with the file as the model saw it."""
     return _folded(f"Attached: {file.name} ({file.num_bytes:,} bytes)", with_name(file))
+
+
+def _folded_call(call: ToolCall) -> str:
+    """A folded block with the arguments and the result, whatever fences are in them."""
+    shown = "\n".join([call.arguments, "", call.state.value, "", call.result])
+    quoted = "\n".join(f"    {line}".rstrip() for line in escaped(shown).splitlines())
+    return _folded(f"Called {call.name}", quoted)
 
 
 def _folded_thought(thought: Thought) -> str:
@@ -352,7 +374,7 @@ def _folded(summary: str, text: str) -> str:
 
 
 def extras_of(turn: Turn) -> dict[str, Any]:
-    """Thoughts, files, form and where it was branched, those that there are."""
+    """Thoughts, files, form, tool calls and where it was branched, those that there are."""
     extras: dict[str, Any] = {}
     thought, form = turn.thought, turn.form
     if thought.text:
@@ -367,19 +389,16 @@ def extras_of(turn: Turn) -> dict[str, Any]:
         extras["form"] = {form.kind: form.value}
     if turn.num_kept_tokens:
         extras["kept_tokens"] = turn.num_kept_tokens
+    if turn.rounds:
+        extras["rounds"] = as_records(turn.rounds)
+        extras["earlier_tokens"] = turn.stats.earlier_tokens
     return extras
 
 
 def restore_extras(turn: Turn, extras: Mapping[str, Any]) -> None:
     """Put extras back into a turn that has ended. Raises ValueError or TypeError for values that
     `extras_of` does not make."""
-    thought = dict(extras.get("thought") or {})
-    turn.thought = Thought(
-        _text(thought.get("text", "")),
-        int(thought.get("tokens") or 0),
-        seconds(thought.get("seconds") or 0.0),
-        is_over=True,
-    )
+    turn.thought = _thought_of(extras.get("thought"))
     files = [dict(file) for file in extras.get("files") or ()]
     turn.attachments = tuple(
         Attachment(_text(file.get("name")), _text(file.get("text"))) for file in files
@@ -397,6 +416,27 @@ def restore_extras(turn: Turn, extras: Mapping[str, Any]) -> None:
     if type(kept) is not int or kept < 0:
         raise ValueError("kept_tokens is no number of tokens")
     turn.num_kept_tokens = kept
+    turn.rounds = [_round_of(dict(one)) for one in extras.get("rounds") or ()]
+    earlier = int(extras.get("earlier_tokens") or 0)
+    turn.stats.earlier_tokens = max(0, min(earlier, turn.stats.output_tokens))
+
+
+def _round_of(record: Mapping[str, Any]) -> ToolRound:
+    calls = [call_of(dict(call)) for call in record.get("calls") or ()]
+    for call in calls:
+        call.name, call.arguments = plain_text(call.name), plain_text(call.arguments)
+        call.result, call.call_id = plain_text(call.result), plain_text(call.call_id)
+    return ToolRound(_text(record.get("said", "")), _thought_of(record.get("thought")), calls)
+
+
+def _thought_of(record: Any) -> Thought:
+    thought = dict(record or {})
+    return Thought(
+        _text(thought.get("text", "")),
+        int(thought.get("tokens") or 0),
+        seconds(thought.get("seconds") or 0.0),
+        is_over=True,
+    )
 
 
 def _text(value: Any) -> str:

@@ -34,6 +34,7 @@ COMMANDS = (
     SlashCommand("rename", "give this chat a name", "NAME"),
     SlashCommand("export", "write this chat to a file; -f replaces one", "[-f] [md|json] PATH"),
     SlashCommand("import", "open a chat that was exported as JSON", "PATH"),
+    SlashCommand("mcp", "list the model's tools, or start their server anew", "restart NAME"),
     SlashCommand("model", "choose another model, or `/model NAME`", "NAME"),
     SlashCommand("engine", "watch the engine work"),
     SlashCommand("theme", "choose a colour theme, or `/theme NAME`", "NAME"),

@@ -18,8 +18,11 @@ from uuid import uuid4
 
 from termgen.client import ChatPrompt, TokenDelta
 from termgen.config import UIConfig
+from termgen.tools.calls import ToolCall, take_pieces
+from termgen.tools.text import LEAST_RESULT_CHARS, MAX_RESULT_CHARS
 from termgen.tui.chat.state.attachments import Attachment, with_files
 from termgen.tui.chat.state.thoughts import AnswerNews, Thought
+from termgen.tui.chat.state.tool_rounds import ToolRound
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
@@ -48,30 +51,44 @@ class AnswerStats:
     ttft_s: float | None = None
     finish_reason: FinishReason | None = None
     ended_s: float = 0.0
+    earlier_tokens: int = 0
+    """Those of `output_tokens` that were written in earlier rounds, before tools were called."""
     _first_s: float = 0.0
+    _paused_s: float = 0.0
+    """Time between the rounds: of tools, and of prompts read again."""
+    _is_paused: bool = False
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=512))
 
     def update(self, delta: TokenDelta, now_s: float) -> None:
         self.prompt_tokens = delta.num_prompt_tokens or self.prompt_tokens
         self.cached_tokens = delta.num_cached_tokens or self.cached_tokens
-        self.output_tokens = max(self.output_tokens, delta.num_output_tokens)
+        written = self.earlier_tokens + delta.num_output_tokens
+        if self._is_paused and written > self.output_tokens:
+            self._paused_s, self._is_paused = self._paused_s + now_s - self.ended_s, False
+        self.output_tokens = max(self.output_tokens, written)
         if self.output_tokens and self.ttft_s is None:
             self._first_s, self.ttft_s = now_s, now_s - self.sent_s
         self._recent.append((now_s, self.output_tokens))
-        self.ended_s = now_s
+        if not self._is_paused:
+            self.ended_s = now_s
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
-            if delta.timings is not None and delta.timings.first_token_ns:
+            is_first = not self.earlier_tokens
+            if is_first and delta.timings is not None and delta.timings.first_token_ns:
                 self.ttft_s = delta.timings.ttft_s
+
+    def end_round(self) -> None:
+        """Another request follows, whose prompt has what was written so far."""
+        self.earlier_tokens, self._is_paused = self.output_tokens, True
 
     @property
     def context_tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
+        return self.prompt_tokens + self.output_tokens - self.earlier_tokens
 
     @property
     def decode_rate(self) -> float | None:
         """Tokens per second after the first, over the whole answer."""
-        elapsed = self.ended_s - self._first_s
+        elapsed = self.ended_s - self._first_s - self._paused_s
         return (
             (self.output_tokens - 1) / elapsed if self.output_tokens > 1 and elapsed > 0 else None
         )
@@ -79,7 +96,7 @@ class AnswerStats:
     @property
     def seconds_of_output(self) -> float:
         """Seconds from the first token to the latest."""
-        return self.ended_s - self._first_s if self.output_tokens else 0.0
+        return self.ended_s - self._first_s - self._paused_s if self.output_tokens else 0.0
 
     def live_rate(self, now_s: float) -> float | None:
         """Tokens per second over the last two seconds."""
@@ -99,6 +116,10 @@ class Turn:
     state: AnswerState = AnswerState.STREAMING
     stats: AnswerStats = field(default_factory=lambda: AnswerStats(time.perf_counter()))
     thought: Thought = field(default_factory=Thought)
+    rounds: list[ToolRound] = field(default_factory=list)
+    """What came before the answer where the model called tools."""
+    calls: list[ToolCall] = field(default_factory=list)
+    """Calls that the model writes now, to be the end of a round."""
     attachments: tuple[Attachment, ...] = ()
     form: StructuredOutputsParams | None = None
     """Form that the answer must have."""
@@ -134,24 +155,49 @@ class Turn:
     def is_bare(self) -> bool:
         """Nothing of an answer has come, nor of the thoughts before it."""
         has_begun = self.stats.output_tokens if self.num_kept_tokens else self.answer
-        return not (has_begun or self.thought.text)
+        return not (has_begun or self.thought.text or self.rounds or self.calls)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Nothing has come of the request that was sent last."""
+        return not (self.answer or self.thought.text or self.calls)
 
     def take(self, news: AnswerNews, now_s: float) -> None:
         """More of the answer, or of the thoughts before it."""
         stats = self.stats
         stats.update(news.delta, now_s)
         self.answer += news.pieces[1]
+        take_pieces(self.calls, news.calls)
         self.thought.take(
             news.pieces, num_tokens=stats.output_tokens, seconds=stats.seconds_of_output
         )
 
+    def end_round(self) -> Sequence[ToolCall]:
+        """Make what was written so far, with its calls, a round; returns the calls."""
+        self.thought.is_over = True
+        calls = self.calls
+        self.rounds.append(ToolRound(self.answer.strip(), self.thought, calls))
+        self.answer, self.thought, self.calls = "", Thought(), []
+        self.stats.end_round()
+        return calls
+
     def end(self, state: AnswerState) -> None:
+        if self.calls:
+            self.end_round()
+        for one in self.rounds:
+            for call in one.calls:
+                call.cancel()
         self.state = state
         self.thought.is_over = True
 
-    def messages(self) -> list[dict[str, str]]:
-        """The turn's messages for the model. The template decides whether thoughts are kept."""
-        given = [{"role": "user", "content": with_files(self.question, self.attachments)}]
+    def messages(self, result_chars: int = MAX_RESULT_CHARS) -> list[dict[str, Any]]:
+        """The turn's messages for the model. The template decides whether thoughts are kept.
+        result_chars: how much of a tool's result the model is shown."""
+        given: list[dict[str, Any]] = [
+            {"role": "user", "content": with_files(self.question, self.attachments)}
+        ]
+        for one in self.rounds:
+            given += one.messages(result_chars)
         if self.answer:
             given.append({"role": "assistant", "content": self.answer})
             if self.thought.text:
@@ -171,6 +217,8 @@ class Conversation:
         """True: the oldest turns are not sent any more when the context is full."""
         self.num_left_out = 0
         """How many of them are not, as of now."""
+        self.result_chars = MAX_RESULT_CHARS
+        """How much of a tool's result the present model is shown."""
         self.root = Turn("", state=AnswerState.DONE)
         """Above the first turns; never shown nor sent."""
 
@@ -197,6 +245,13 @@ class Conversation:
         parent.children.append(turn)
         parent.chosen = turn
         return turn
+
+    def cut_results(self) -> bool:
+        """Show the model half as much of each tool's result; False if that is too little."""
+        if self.result_chars // 2 < LEAST_RESULT_CHARS:
+            return False
+        self.result_chars //= 2
+        return True
 
     def switch(self, turn: Turn, by: int) -> Turn | None:
         """Choose the sibling so many places on, with the path below it; None if there is none."""
@@ -237,16 +292,17 @@ class Conversation:
 
     def _messages(
         self, path: Sequence[Turn], num_left_out: int | None = None
-    ) -> list[dict[str, str]]:
+    ) -> list[dict[str, Any]]:
         """A question that got no answer is one message with the next: roles must take turns. The
         system prompt and the last turn are never left out."""
         left_out = self.num_left_out if num_left_out is None else num_left_out
         path = path[min(left_out, len(path) - 1) :]
-        messages: list[dict[str, str]] = []
+        messages: list[dict[str, Any]] = []
         if self.system_prompt:
             messages.append({"role": "system", "content": self.system_prompt})
-        for message in chain.from_iterable(turn.messages() for turn in path):
-            if messages and messages[-1]["role"] == message["role"]:
+        for message in chain.from_iterable(turn.messages(self.result_chars) for turn in path):
+            is_next = messages and messages[-1]["role"] == message["role"] == "user"
+            if is_next:
                 messages[-1]["content"] += "\n\n" + message["content"]
             else:
                 messages.append(message)

@@ -1,4 +1,4 @@
-"""Tells a model's thoughts from its answer, while both arrive.
+"""Tells a model's thoughts and tool calls from its answer, while they arrive.
 
 Where the model's files declare how its responses are read, the parser of the server does it. Other
 models write `<think>...</think>` before the answer, or their template has opened it in the prompt.
@@ -13,9 +13,10 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from termgen.api.tool_calls import Content, DeclaredParser, Part, Reasoning
-from termgen.client import EngineClient, Prompt, TokenDelta
+from termgen.api.tool_calls import CallParser, DeclaredParser, Part
+from termgen.client import CallPiece, EngineClient, Prompt, TokenDelta
 from termgen.errors import EngineError, RequestError
+from termgen.tools.request import ToolRequest, divided
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.tool_format import ResponseParser
 
@@ -55,6 +56,8 @@ class AnswerNews:
 
     delta: TokenDelta
     pieces: Pieces
+    calls: tuple[CallPiece, ...] = ()
+    """Pieces of tool calls."""
 
 
 class Reader(Protocol):
@@ -62,22 +65,37 @@ class Reader(Protocol):
 
     def finish(self) -> Pieces: ...
 
+    def take_calls(self) -> tuple[CallPiece, ...]:
+        """Pieces of calls that were in the text since the last time."""
+        ...
+
 
 async def read_answer(
-    client: EngineClient, prompt: Prompt, params: SamplingParams, *, request_id: str
+    client: EngineClient,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    request_id: str,
+    tools: ToolRequest | None = None,
 ) -> AsyncGenerator[AnswerNews, None]:
-    """Stream one answer. Closing the generator aborts the request, as with the client's own."""
-    params = reading_params(client, params)
+    """Stream one answer. Closing the generator aborts the request, as with the client's own.
+
+    tools: those that the prompt shows to the model.
+    """
+    asked = reading_params(client, params)
+    if tools is not None:
+        asked = tools.params(asked)
     reader: Reader | None = None
-    stream = client.generate(prompt, params, request_id=request_id)
+    stream = client.generate(prompt, asked, request_id=request_id)
     async with contextlib.aclosing(stream) as deltas:
         async for delta in deltas:
             if reader is None:
-                reader = await open_reader(client, params, delta.prompt_token_ids or ())
+                reader = await open_reader(client, params, delta.prompt_token_ids or (), tools)
             pieces = reader.feed(delta.text)
             if delta.finish_reason is not None:
                 pieces = joined([pieces, reader.finish()])
-            yield AnswerNews(delta, pieces)
+            calls = (*delta.calls, *reader.take_calls())
+            yield AnswerNews(delta, pieces, calls)
 
 
 def reading_params(client: EngineClient, params: SamplingParams) -> SamplingParams:
@@ -89,11 +107,19 @@ def reading_params(client: EngineClient, params: SamplingParams) -> SamplingPara
 
 
 async def open_reader(
-    client: EngineClient, params: SamplingParams, prompt_ids: Sequence[int]
+    client: EngineClient,
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    tools: ToolRequest | None = None,
 ) -> Reader:
     """A reader for an answer from its beginning."""
     if params.structured_outputs is not None:
         return PlainReader()
+    if tools is not None and tools.reads_text:
+        thoughts: ThinkReader | None = None
+        if not tools.tools.needs_prompt:  # else the parser tells thoughts as well
+            thoughts = ThinkReader(is_open=await _opens_a_thought(client, prompt_ids))
+        return CallingReader(tools.parser(prompt_ids), thoughts)
     declared = client.model.tool_format.new_parser
     if declared is not None:
         return DeclaredReader(declared(prompt_ids))
@@ -110,7 +136,14 @@ async def _opens_a_thought(client: EngineClient, prompt_ids: Sequence[int]) -> b
     return end.rstrip().endswith(OPEN)
 
 
-class PlainReader:
+class _Callless:
+    """A reader that takes no calls out of the text."""
+
+    def take_calls(self) -> tuple[CallPiece, ...]:
+        return ()
+
+
+class PlainReader(_Callless):
     """A reader for models without thoughts: all text is answer."""
 
     def feed(self, text: str) -> Pieces:
@@ -127,7 +160,7 @@ class _At(enum.Enum):
     ANSWER = enum.auto()
 
 
-class ThinkReader:
+class ThinkReader(_Callless):
     """Thoughts stand between `<think>`, at the very start, and the first `</think>`."""
 
     def __init__(self, *, is_open: bool = False) -> None:
@@ -171,7 +204,7 @@ class ThinkReader:
         return kept
 
 
-class DeclaredReader:
+class DeclaredReader(_Callless):
     """Reader for the format that the model's files declare. Tool calls are shown as text."""
 
     def __init__(self, parser: ResponseParser) -> None:
@@ -184,9 +217,39 @@ class DeclaredReader:
         return _pieces(self._parser.finish())
 
 
+class CallingReader:
+    """Reader for an answer that may have tool calls."""
+
+    def __init__(self, parser: CallParser, thoughts: ThinkReader | None) -> None:
+        """thoughts: takes them out before the parser sees the text; None: the parser does."""
+        self._parser = parser
+        self._thoughts = thoughts
+        self._calls: list[CallPiece] = []
+
+    def feed(self, text: str) -> Pieces:
+        thought = ""
+        if self._thoughts is not None:
+            thought, text = self._thoughts.feed(text)
+        return self._taken(thought, self._parser.feed(text))
+
+    def finish(self) -> Pieces:
+        thought, text = self._thoughts.finish() if self._thoughts is not None else ("", "")
+        parts = [*self._parser.feed(text), *self._parser.finish()]
+        return self._taken(thought, parts)
+
+    def take_calls(self) -> tuple[CallPiece, ...]:
+        calls, self._calls = tuple(self._calls), []
+        return calls
+
+    def _taken(self, thought: str, parts: Sequence[Part]) -> Pieces:
+        told, text, calls = divided(parts)
+        self._calls += calls
+        return thought + told, text
+
+
 def _pieces(parts: Sequence[Part]) -> Pieces:
-    thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
-    return thought, "".join(part.text for part in parts if isinstance(part, Content))
+    thought, text, _ = divided(parts)
+    return thought, text
 
 
 def joined(pieces: Sequence[Pieces]) -> Pieces:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from termgen.client import ModelInfo
+from termgen.tools.calls import ToolCall
 from termgen.tui.chat.state.answer_form import as_markdown, json_opening
 from termgen.tui.chat.state.conversation import AnswerState, Turn
 from termgen.tui.chat.state.thoughts import Thought
+from termgen.tui.chat.widgets.call_rows import CallRows
 from termgen.tui.chat.widgets.chat_rows import (
     answer_footer,
     answer_header,
@@ -62,6 +64,14 @@ class ThoughtRows:
         """Finished lines of the last part."""
 
     @property
+    def has_text(self) -> bool:
+        return bool(self._thought.text)
+
+    def is_headed(self, text: str) -> bool:
+        """True if this is the text of the line that folds and unfolds."""
+        return self.has_text and self._words() == text
+
+    @property
     def is_open(self) -> bool:
         return not self._thought.is_over if self._is_open is None else self._is_open
 
@@ -91,12 +101,13 @@ class ThoughtRows:
         return [head, *rows_of(self._parts), *indented(_wrapped(self._line, width), self._before)]
 
     def _head(self, width: int) -> Row:
+        return spread([(self._words(), FOLD_ROLE)], [(self._fold_key, "faint")], width)
+
+    def _words(self) -> str:
         thought = self._thought
         sign = "▾" if self.is_open else "▸"
         words = "thought for" if thought.is_over else "thinking"
-        seconds = f"{thought.seconds:.1f} s"
-        left: Span = (f"{sign} {words} {seconds} · {count(thought.num_tokens)} tok", FOLD_ROLE)
-        return spread([left], [(self._fold_key, "faint")], width)
+        return f"{sign} {words} {thought.seconds:.1f} s · {count(thought.num_tokens)} tok"
 
     def _read(self) -> None:
         text = self._thought.text
@@ -139,9 +150,50 @@ class QuestionEntry:
         return job_for(self._parts, width)
 
 
+class _Section:
+    """Thoughts, text and calls of one round; the last one has the answer and, while the model
+    writes them, calls."""
+
+    def __init__(self, thought: Thought, calls: Sequence[ToolCall], keys: str, first: int) -> None:
+        """first: number of its first call in the answer."""
+        self.markdown = StreamingMarkdown(before=_INDENT)
+        self.thoughts = ThoughtRows(thought, fold_key=keys, before=_INDENT)
+        self.calls = CallRows(calls, fold_key=keys, first=first)
+        self.cleaner = StreamCleaner()
+
+    def feed(self, text: str) -> None:
+        self.markdown.append(self.cleaner.feed(text))
+
+    def finish(self) -> None:
+        if not self.markdown.finished:
+            self.markdown.append(self.cleaner.finish())
+            self.markdown.finish()
+
+    def num_chars_to_do(self, width: int) -> int:
+        return (
+            self.thoughts.num_chars_to_do(width)
+            + self.markdown.num_chars_to_do(width)
+            + self.calls.num_chars_to_do(width)
+        )
+
+    def job(self, width: int) -> Job | None:
+        return self.calls.job(width) or self.markdown.job(width) or self.thoughts.job(width)
+
+    def rows(self, width: int, at_once: int | None) -> list[Row]:
+        to_do = self.calls.num_chars_to_do(width)
+        calls = indented(self.calls(width, at_once=at_once), _INDENT)
+        left = max(0, at_once - to_do) if at_once is not None else None
+        to_do = self.markdown.num_chars_to_do(width)
+        text = self.markdown.rows(width, at_once=left)
+        left = max(0, left - to_do) if left is not None else None
+        thoughts = self.thoughts(width, at_once=left)
+        gap: list[Row] = [()] if len(thoughts) > 1 and text else []
+        return [*thoughts, *gap, *text, *([()] if text and calls else []), *calls]
+
+
 class AnswerEntry:
-    """`feed` the text as it arrives, then `close`. Work is proportional to the open tail, not to
-    the length."""
+    """`feed` the text as it arrives, `end_round` where the turn does, then `close`. Work is
+    proportional to the open tail, not to the length."""
 
     def __init__(
         self,
@@ -154,43 +206,85 @@ class AnswerEntry:
         self._turn = turn
         self._name = turn.model_id or model.model_id
         self._clock = clock
-        self._cleaner = StreamCleaner()
-        self._markdown = StreamingMarkdown(before=_INDENT)
-        self._markdown.append(json_opening(turn.form))
-        fold_key = key_of("chat.thoughts")
-        self._thoughts = ThoughtRows(turn.thought, fold_key=fold_key, before=_INDENT)
+        self._fold_key = key_of("chat.thoughts")
+        self._rounds: list[_Section] = []
+        for one in turn.rounds:
+            section = self._section(one.thought, one.calls)
+            section.feed(one.said)
+            section.finish()
+            self._rounds.append(section)
+        self._last = self._section(turn.thought, turn.calls)
+        self._last.markdown.append(json_opening(turn.form))
+
+    def _section(self, thought: Thought, calls: Sequence[ToolCall]) -> _Section:
+        first = sum(len(section.calls) for section in self._rounds)
+        return _Section(thought, calls, self._fold_key, first)
 
     @property
     def turn(self) -> Turn:
         return self._turn
 
     @property
-    def has_thoughts(self) -> bool:
-        return bool(self._turn.thought.text)
+    def has_folds(self) -> bool:
+        """There are thoughts or calls to open."""
+        return bool(self._turn.thought.text or self._turn.rounds or self._turn.calls)
 
-    def fold_thoughts(self) -> None:
-        """Toggle the fold."""
-        self._thoughts.toggle()
+    def fold(self, number: int | None = None) -> None:
+        """Open or fold a call by its number, else all thoughts and calls."""
+        sections = [*self._rounds, self._last]
+        if number is not None:
+            for section in sections:
+                if section.calls.has(number):
+                    section.calls.toggle(number)
+            return
+        thoughts = [section.thoughts for section in sections if section.thoughts.has_text]
+        calls = [section.calls for section in sections]
+        is_open = any(one.is_open for one in thoughts) or any(one.is_open for one in calls)
+        for rows in thoughts:
+            if rows.is_open == is_open:
+                rows.toggle()
+        for each in calls:
+            each.fold_all(not is_open)
+
+    def fold_thoughts(self, text: str) -> None:
+        """Toggle the thoughts whose line was clicked."""
+        for section in (*self._rounds, self._last):
+            if section.thoughts.is_headed(text):
+                section.thoughts.toggle()
+                return
 
     def feed(self, text: str) -> None:
-        self._markdown.append(self._cleaner.feed(text))
+        self._last.feed(text)
+
+    def end_round(self) -> None:
+        """Go on below the calls: those of the turn's last round have been written."""
+        self._last.finish()
+        self._rounds.append(self._last)
+        self._last = self._section(self._turn.thought, self._turn.calls)
 
     def close(self) -> None:
-        if self._markdown.finished:
+        if len(self._rounds) < len(self._turn.rounds):  # it was stopped while it wrote calls
+            self.end_round()
+        last = self._last
+        if last.markdown.finished:
             return
         if json_opening(self._turn.form):  # rows shown during the stream get their indents
-            self._markdown = StreamingMarkdown(before=_INDENT)
-            self._markdown.append(clean(as_markdown(self._turn.form, self._turn.answer)))
+            last.markdown = StreamingMarkdown(before=_INDENT)
+            last.markdown.append(clean(as_markdown(self._turn.form, self._turn.answer)))
+            last.markdown.finish()
         else:
-            self._markdown.append(self._cleaner.finish())
-        self._markdown.finish()
+            last.finish()
 
     def num_chars_to_do(self, width: int) -> int:
-        thoughts = self._thoughts.num_chars_to_do(width - 2)
-        return thoughts + self._markdown.num_chars_to_do(width - 2)
+        sections = (*self._rounds, self._last)
+        return sum(section.num_chars_to_do(width - 2) for section in sections)
 
     def job(self, width: int) -> Job | None:
-        return self._markdown.job(width - 2) or self._thoughts.job(width - 2)
+        for section in (self._last, *reversed(self._rounds)):
+            job = section.job(width - 2)
+            if job is not None:
+                return job
+        return None
 
     def __call__(self, width: int, *, at_once: int | None = None) -> Sequence[Row]:
         turn = self._turn
@@ -203,15 +297,18 @@ class AnswerEntry:
             return [header, *body, *gap, (*_INDENT, *answer_footer(turn, width - 2))]
         if not turn.stats.output_tokens:
             return [header, (*_INDENT, *waiting_row(turn, self._clock()))]
-        return [header, *with_cursor(body)]
+        return [header, *(body if turn.is_waiting and self._rounds else with_cursor(body))]
 
     def _body(self, width: int, at_once: int | None) -> list[Row]:
-        to_do = self._markdown.num_chars_to_do(width)
-        answer = self._markdown.rows(width, at_once=at_once)
-        left = max(0, at_once - to_do) if at_once is not None else None
-        thoughts = self._thoughts(width, at_once=left)
-        gap: list[Row] = [()] if len(thoughts) > 1 and answer else []
-        return thoughts + gap + answer
+        found: list[list[Row]] = []
+        for section in (self._last, *reversed(self._rounds)):
+            to_do = section.num_chars_to_do(width)
+            found.append(section.rows(width, at_once))
+            at_once = max(0, at_once - to_do) if at_once is not None else None
+        body: list[Row] = []
+        for rows in reversed(found):
+            body += [(), *rows] if body and rows else rows
+        return body
 
 
 class NoticeEntry:
