@@ -104,6 +104,10 @@ HOMES: dict[str, set[str]] = {
     "uvicorn": {"serving"},
     "prometheus_client": {"serving"},
     "textual": {"tui"},
+    "mcp": {"tools"},
+    "mcp_types": {"tools"},
+    "httpx2": {"tools"},
+    "anyio": {"tools"},
     "rich": {"tui"},
 }
 """The rooms that may import a library: running a model, its text, serving and painting each have
@@ -118,6 +122,7 @@ LAZY: dict[str, set[str]] = {
     "models": {"transformers"},
     "loader": {"transformers"},
     "attention": {"flashinfer", "flash_attn"},
+    "tools": {"mcp", "mcp_types", "httpx2", "anyio", "pydantic"},
     "executor": {"torch"},
 }
 """Libraries that only a function may import, so that a start does not load them before use."""
@@ -412,9 +417,10 @@ def modules_of(*rooms: str) -> list[str]:
             ("vocabulary", "files", "grammar", "schedule", "text", "executor", "loop"),
             {"torch", "transformers"},
         ),
-        (("tui",), {"torch", "transformers", "starlette", "uvicorn"}),
+        (("tui",), {"torch", "transformers", "starlette", "uvicorn", "mcp"}),
         (("api", "serving"), {"torch", "transformers", "textual"}),
         (("clients",), {"torch", "transformers", "textual", "starlette"}),
+        (("tools",), {"torch", "transformers", "textual", "starlette", "mcp", "httpx2"}),
     ],
 )
 def test_what_really_gets_loaded(rooms: tuple[str, ...], absent: set[str]) -> None:

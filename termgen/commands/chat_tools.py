@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from termgen.config import UIConfig
 from termgen.tools import files
 from termgen.tools.files import FileTools
+from termgen.tools.server_config import McpServer
+from termgen.tools.server_tools import McpTools
 from termgen.tools.toolbox import Provider, Toolbox
 
 
-def make_toolbox(ui: UIConfig) -> Toolbox:
-    """Nothing is started yet."""
+def make_toolbox(ui: UIConfig, servers: Sequence[McpServer]) -> Toolbox:
+    """Nothing is started yet. servers: those of the config file."""
     providers: list[Provider] = []
     if files.NAME in ui.tools:
         providers.append(FileTools(Path.cwd()))
+    providers += map(McpTools, servers)
     return Toolbox(providers)

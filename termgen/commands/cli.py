@@ -155,7 +155,7 @@ def chat_command(args: argparse.Namespace) -> int:
     from termgen.commands.chat_tools import make_toolbox
 
     wanted = "" if args.continue_last else args.session
-    toolbox = make_toolbox(ui)
+    toolbox = make_toolbox(ui, layers.mcp_servers)
     given = {name: getattr(ui, name) for name in CHAT_ONLY if layers.given(name) is not None}
     if args.url is not None:
         from termgen.commands.remote_command import read_target, run_remote_chat

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from termgen.config import EngineConfig, ServerConfig, SettingType, UIConfig, setting_types
 from termgen.errors import ConfigError
+from termgen.tools.server_config import McpServer, read_servers
 
 SECTIONS: dict[str, type] = {"engine": EngineConfig, "server": ServerConfig, "chat": UIConfig}
 """Tables of the config file. Field names are unique across them, as variables have no table."""
@@ -166,7 +167,14 @@ class SettingLayers:
     ) -> None:
         self._flags = flags
         self._environ = self._read_environ(environ)
-        self._path, self._tables = self._read_file(config_file, environ)
+        self._path, data = self._read_file(config_file, environ)
+        self._tables = _checked_tables(self._path, data)
+        self._servers = read_servers(f"{self._path}", data["mcp"]) if "mcp" in data else ()
+
+    @property
+    def mcp_servers(self) -> tuple[McpServer, ...]:
+        """The tables `[mcp.NAME]` of the config file."""
+        return self._servers
 
     def given(self, name: str) -> Any:
         """The value of a flag on the command line, or None."""
@@ -216,9 +224,7 @@ class SettingLayers:
         return values
 
     @staticmethod
-    def _read_file(
-        given: Path | None, environ: Mapping[str, str]
-    ) -> tuple[Path, dict[str, dict[str, Any]]]:
+    def _read_file(given: Path | None, environ: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
         asked = given or (Path(p) if (p := environ.get("TERMGEN_CONFIG")) else None)
         path = asked or default_config_path()
         try:
@@ -231,7 +237,7 @@ class SettingLayers:
             raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
-        return path, _checked_tables(path, data)
+        return path, data
 
 
 def _is_service_link(variable: str, text: str) -> bool:
@@ -251,7 +257,7 @@ def default_config_path() -> Path:
 def _checked_tables(path: Path, data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {}
     for section, table in data.items():
-        if section == "keys":
+        if section in ("keys", "mcp"):
             continue
         if section not in SECTIONS or not isinstance(table, dict):
             is_setting = any(_key(section) in setting_types(c) for c in SECTIONS.values())
