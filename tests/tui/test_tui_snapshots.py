@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fake_engine import Script
 from textual.pilot import Pilot
+from tool_samples import KNOWS_TOOLS, box_of, hermes
 from tui_harness import (
     ANSWER,
     NOON,
@@ -21,6 +22,7 @@ from tui_harness import (
 )
 
 from termgen.config import UIConfig
+from termgen.tui.chat.approval_panel import ApprovalPanel
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import Conversation
 from termgen.tui.chat.widgets.prompt import Prompt
@@ -172,3 +174,19 @@ def test_theme_chooser(snap_compare: Compare) -> None:
 def test_help(snap_compare: Compare, size: tuple[int, int], theme: str) -> None:
     app = FrozenApp(chat_engine(), ui=UIConfig(theme=theme))
     assert snap_compare(app, terminal_size=size, run_before=help_shown)
+
+
+async def tool_asked(pilot: Pilot[Any]) -> None:
+    """A call that waits for approval, over the answer with it."""
+    app = await begin(pilot)
+    await ask(app, pilot, "What does it say?", wait=False)
+    await wait_until(pilot, lambda: isinstance(app.screen, ApprovalPanel))
+    await pilot.pause()
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_approval(snap_compare: Compare, theme: str) -> None:
+    call = "Let me see.\n" + hermes("s_echo", '{"text": "a\\u001b[31mb"}')
+    engine = chat_engine(Script(pieces=pieces(call)), tool_format=KNOWS_TOOLS)
+    app = FrozenApp(engine, ui=UIConfig(theme=theme), toolbox=box_of())
+    assert snap_compare(app, terminal_size=(80, 24), run_before=tool_asked)
