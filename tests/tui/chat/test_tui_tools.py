@@ -457,6 +457,24 @@ async def test_figures_count_all_rounds() -> None:
         assert stats.decode_rate is not None and stats.decode_rate > 10, "tools' time left out"
 
 
+async def test_thoughts_of_each_round_have_their_own_figures() -> None:
+    thought = "<think>Hm, yes.</think>"
+    engine = engine_of(calling(thought + "ok", call=thought + CALL))
+    app = app_of(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "q", wait=False)
+        await asked(app, pilot)
+        await pilot.press("y")
+        await answered(app, pilot)
+        turn = app.chat.conversation.turns[-1]
+        first, second = turn.rounds[0].thought, turn.thought
+        assert first.text == second.text == "Hm, yes."
+        assert first.num_tokens == second.num_tokens > 2
+        assert 0 <= second.seconds - first.seconds < 0.1
+        assert shown(app).count("thought for") == 2
+
+
 async def test_mcp_lists_and_restarts() -> None:
     provider = ListedTools("s", [make_tool()])
     app = app_of(engine_of(Script()), box=Toolbox([provider]))

@@ -53,6 +53,8 @@ class AnswerStats:
     ended_s: float = 0.0
     earlier_tokens: int = 0
     """Those of `output_tokens` that were written in earlier rounds, before tools were called."""
+    earlier_s: float = 0.0
+    """`seconds_of_output` of the earlier rounds."""
     _first_s: float = 0.0
     _paused_s: float = 0.0
     """Time between the rounds: of tools, and of prompts read again."""
@@ -79,7 +81,8 @@ class AnswerStats:
 
     def end_round(self) -> None:
         """Another request follows, whose prompt has what was written so far."""
-        self.earlier_tokens, self._is_paused = self.output_tokens, True
+        self.earlier_tokens, self.earlier_s = self.output_tokens, self.seconds_of_output
+        self._is_paused = True
 
     @property
     def context_tokens(self) -> int:
@@ -169,7 +172,9 @@ class Turn:
         self.answer += news.pieces[1]
         take_pieces(self.calls, news.calls)
         self.thought.take(
-            news.pieces, num_tokens=stats.output_tokens, seconds=stats.seconds_of_output
+            news.pieces,
+            num_tokens=stats.output_tokens - stats.earlier_tokens,
+            seconds=stats.seconds_of_output - stats.earlier_s,
         )
 
     def end_round(self) -> Sequence[ToolCall]:
