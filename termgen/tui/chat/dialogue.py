@@ -85,7 +85,7 @@ class Dialogue:
         self._worker: Worker[None] | None = None
         self._flusher: Timer | None = None
         self._next_flush_s = 0.0
-        self._request_ids = count(1)
+        self._request_ids = (f"chat-{number}" for number in count(1))
         self._said_left_out: tuple[str, tuple[str, ...]] = ("", ())
         """(session id, parameter names) of the last notice about parameters left out."""
         self.tokens = AnswerTokens()
@@ -172,7 +172,7 @@ class Dialogue:
         entry = self._entries[turn][1]
         try:
             if branch is not None:
-                client, request_id = self._settings.client, self._next_id()
+                client, request_id = self._settings.client, next(self._request_ids)
                 answer = read_branch(client, branch, params, request_id=request_id)
                 await self._read(turn, entry, answer)
             else:
@@ -183,9 +183,6 @@ class Dialogue:
             aborted = turn.stats.finish_reason is FinishReason.ABORT
             self._finish(turn, AnswerState.STOPPED if aborted else AnswerState.DONE)
             self._say_if_full(turn)
-
-    def _next_id(self) -> str:
-        return f"chat-{next(self._request_ids)}"
 
     async def _answer_in_rounds(
         self, turn: Turn, entry: AnswerEntry, params: SamplingParams
@@ -218,7 +215,7 @@ class Dialogue:
                 self.conversation, turn, model, offers=offers
             )
             try:
-                answer = self._answer_that_fits(turn, params, self._next_id())
+                answer = self._answer_that_fits(turn, params, next(self._request_ids))
                 await self._read(turn, entry, answer)
                 return
             except (RequestError, EngineError) as error:
@@ -231,13 +228,16 @@ class Dialogue:
 
     def _prompt(self, num_left_out: int | None = None) -> ChatPrompt:
         """The prompt for the path, with the tools that are offered."""
-        prompt = self.conversation.prompt(num_left_out)
+        return self._with_tools(self.conversation.prompt(num_left_out))
+
+    def _with_tools(self, prompt: ChatPrompt) -> ChatPrompt:
         return prompt if self._sent_tools is None else self._sent_tools.prompt(prompt)
 
     def _calls_changed(self) -> None:
         turn = self._streaming
         if turn is not None:
             self._autosave.streamed(self.conversation, turn)
+            self._autosave.flush()  # a tool may run for long
             self._view.transcript.update(self._entries[turn][1])
 
     async def _read(
@@ -644,7 +644,7 @@ class Dialogue:
         async def get_scores() -> TokenScores:
             if written is not None:
                 return await score_written(client, written)
-            prompt = self.conversation.prompt_with_answer(turn)
+            prompt = self._with_tools(self.conversation.prompt_with_answer(turn))
             return await score_text(client, prompt, turn.answer)
 
         def use(choice: Choice | None) -> None:
