@@ -100,6 +100,9 @@ class FileTools:
     async def start(self) -> None:
         """Nothing is to be started."""
 
+    async def refresh(self) -> None:
+        """The tools stay the same."""
+
     async def restart(self) -> None:
         """Nothing is to be started."""
 

@@ -28,6 +28,8 @@ THREAD_BYTES = 200_000
 """A longer line is parsed in a thread."""
 MAX_BAD_LINES = 20
 """Lines in a row that are no messages."""
+MAX_RATE = 500
+"""Messages that are read in a second; more wait in the server's pipe."""
 KEPT_STDERR_BYTES = 4096
 CLOSE_S = 1.0
 """Time to end after standard input is closed, and again after SIGTERM."""
@@ -98,7 +100,7 @@ class ServerProcess:
         import anyio
 
         assert process.stdout is not None
-        num_bad = 0
+        num_bad, pace = 0, _Pace()
         try:
             while num_bad < MAX_BAD_LINES:
                 try:
@@ -113,6 +115,7 @@ class ServerProcess:
                     num_bad += 1
                 else:
                     num_bad = 0
+                    await pace.wait()
                     await into.send(message)
             self._kill(f"it sent {MAX_BAD_LINES} lines that are no messages")
         except (anyio.ClosedResourceError, anyio.BrokenResourceError, ConnectionError):
@@ -172,6 +175,23 @@ class ServerProcess:
         transport = getattr(process, "_transport", None)
         if transport is not None:
             transport.close()
+
+
+class _Pace:
+    """Lets `MAX_RATE` pass in a second."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._since_s = self._loop.time()
+        self._num = 0
+
+    async def wait(self) -> None:
+        now_s = self._loop.time()
+        if now_s - self._since_s >= 1.0:
+            self._since_s, self._num = now_s, 0
+        self._num += 1
+        if self._num > MAX_RATE:
+            await asyncio.sleep(self._since_s + 1.0 - now_s)
 
 
 async def _ends(process: asyncio.subprocess.Process, timeout_s: float) -> bool:

@@ -27,6 +27,7 @@ from termgen.tools.toolbox import Tool, ToolError
 
 START_S = 30.0
 """Limit of a start, the list of tools included."""
+REFRESH_S = 5.0
 CLOSE_S = 6.0
 CONNECT_S = 10.0
 READ_S = 300.0
@@ -73,6 +74,9 @@ class McpTools:
             if self._owner is None or self._owner.done():
                 self._begin()
             await self._settled.wait()
+
+    async def refresh(self) -> None:
+        await self._list_again(REFRESH_S)
 
     async def restart(self) -> None:
         await self._end()
@@ -211,12 +215,12 @@ class McpTools:
         cursor, seen = None, set()
         for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor, cache_mode="bypass")
-            found += [self._tool(one) for one in page.tools]
+            found += [self._tool(one) for one in page.tools[: MAX_LISTED - len(found)]]
             cursor = page.next_cursor
             if not cursor or cursor in seen or len(found) >= MAX_LISTED:
                 break
             seen.add(cursor)
-        return tuple(found[:MAX_LISTED])
+        return tuple(found)
 
     def _tool(self, one: Any) -> Tool:
         schema = dict(one.input_schema)
@@ -240,16 +244,19 @@ class McpTools:
         """List the tools again when the server says that they have changed."""
         from mcp_types import ToolListChangedNotification
 
-        is_running = self._listing is not None and not self._listing.done()
-        if isinstance(message, ToolListChangedNotification) and not is_running:
-            self._listing = asyncio.create_task(self._list_again())
+        if isinstance(message, ToolListChangedNotification):
+            self._list_soon()
 
-    async def _list_again(self) -> None:
+    def _list_soon(self) -> None:
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(self._list_again(START_S))
+
+    async def _list_again(self, timeout_s: float) -> None:
         client = self._client
         if client is None:
             return
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(timeout_s):
                 self.tools = await self._list(client)
         except Exception as error:  # top of the task: the tools stay as they were
             self.state = f"ready; its new list of tools cannot be read: {type(error).__name__}"
@@ -269,6 +276,8 @@ class McpTools:
         is_long = sum(len(getattr(part, "text", "")) for part in result.content) > THREAD_CHARS
         text = await asyncio.to_thread(_text_of, result) if is_long else _text_of(result)
         if result.is_error:
+            if "unknown tool" in text.lower():
+                self._list_soon()
             raise ToolError(text or "the tool failed without a word")
         return text
 
@@ -310,7 +319,7 @@ class McpTools:
             await asyncio.wait([owner], timeout=CLOSE_S)  # it knows how the process has ended
         reason = self._reason(error)
         await self._end()
-        if self._server.url is not None:
+        if self._server.url is not None or self.state == "ready":
             self._fail(reason)
         return ToolError(f"{self.name} ended during the call: {self.state}")
 

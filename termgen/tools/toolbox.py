@@ -63,6 +63,10 @@ class Provider(Protocol):
         """Learn which tools there are. Returns when that is known, or cannot be; never raises."""
         ...
 
+    async def refresh(self) -> None:
+        """Learn again which tools there are, if it works. Never raises."""
+        ...
+
     async def restart(self) -> None:
         """Start anew, whatever happened before; as `start`."""
         ...
@@ -117,6 +121,10 @@ class Toolbox:
         """Wait until every provider knows its tools, `timeout_s` at most."""
         if self._starting is not None:
             await asyncio.wait([self._starting], timeout=timeout_s)
+
+    async def refresh(self) -> None:
+        """Learn again which tools there are, from all providers at the same time."""
+        await asyncio.gather(*(one.refresh() for one in self.providers))
 
     async def close(self) -> None:
         """End all providers at the same time. Returns within `CLOSE_TIMEOUT_S`."""

@@ -58,6 +58,11 @@ def at_call(request: dict[str, Any]) -> None:
     elif WAY == "garbage":
         while True:
             write(b"x" * 1000 + b"\n")
+    elif WAY == "news":
+        note = {"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}
+        line = json.dumps(note).encode() + b"\n"
+        while True:
+            write(line * 100)
     elif WAY == "long line":
         while True:
             write(b"x" * 65536)
@@ -92,6 +97,8 @@ def main() -> None:
             result = {"tools": [TOOL]}
             if WAY == "pages":
                 result = {"tools": [{**TOOL, "name": f"t{page}"}], "nextCursor": str(page)}
+            if WAY == "grows":
+                result = {"tools": [{**TOOL, "name": f"t{page}"}]}
             if WAY == "bad schema":
                 result = {"tools": [{**TOOL, "inputSchema": {"type": "object", "x": deep(90)}}]}
         elif method == "tools/call":

@@ -71,6 +71,14 @@ def process() -> str:
 
 
 @server.tool()
+async def grow(context: Context) -> str:
+    """Add a tool, and say that there is one more."""
+    server.add_tool(process, name="grown")
+    await context.session.send_tool_list_changed()
+    return "grown"
+
+
+@server.tool()
 async def sample(context: Context) -> str:
     """Ask for more than the client gives."""
     from mcp_types import SamplingMessage, TextContent

@@ -47,6 +47,9 @@ class ListedTools:
     async def start(self) -> None:
         self.events.append("start")
 
+    async def refresh(self) -> None:
+        self.events.append("refresh")
+
     async def restart(self) -> None:
         self.events.append("restart")
 

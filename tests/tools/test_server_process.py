@@ -197,6 +197,18 @@ async def test_bad_answers_cost_their_call_only(way: str, words: str) -> None:
         assert await call(good, "echo", text="c") == "echo c"
 
 
+async def test_news_without_end_hold_up_no_other_server() -> None:
+    async with started(raw("news"), timeout_s=1.0) as tools, started() as good:
+        flooded = asyncio.create_task(call(tools))
+        await asyncio.sleep(0.3)
+        for _ in range(5):
+            begun = time.monotonic()
+            assert await call(good, "echo", text="b") == "echo b"
+            assert time.monotonic() - begun < 0.5
+        with pytest.raises(ToolError):
+            await flooded
+
+
 @pytest.mark.parametrize(
     ("way", "text"),
     [("nothing", ""), ("image", "[image image/png, 4 characters, left out]")],
@@ -226,6 +238,22 @@ async def test_the_protocol_that_a_server_speaks_is_remembered() -> None:
     await tools.start()
     assert await call(tools) == "fine" and tools._protocol == "legacy"
     await tools.close()
+
+
+async def test_a_list_that_changes_is_read_again() -> None:
+    async with started() as tools:
+        assert await call(tools, "grow") == "grown"
+        await wait_for(lambda: "grown" in [one.name for one in tools.tools])
+        assert await call(tools, "grown") == await call(tools, "process")
+
+
+async def test_a_list_is_read_again_when_that_is_wanted() -> None:
+    async with started(raw("grows")) as tools:
+        assert [one.name for one in tools.tools] == ["t1"]
+        await tools.refresh()
+        assert [one.name for one in tools.tools] == ["t2"]
+    await tools.refresh()
+    assert not tools.tools, "it has ended"
 
 
 async def test_pages_without_end_have_one() -> None:

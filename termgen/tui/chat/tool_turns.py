@@ -149,7 +149,7 @@ class ToolTurns:
                 "[mcp.NAME] in the config file an MCP server."
             )
         elif not argument:
-            self._view.note(self._listed())
+            self._view.start_worker("tools", self._list)
         elif what != "restart" or provider is None:
             names = ", ".join(one.name for one in self._toolbox.providers)
             self._view.refuse(f"/mcp lists the tools, /mcp restart NAME starts one of {names} anew")
@@ -161,8 +161,9 @@ class ToolTurns:
         await provider.restart()
         self._view.note(self._described(provider))
 
-    def _listed(self) -> str:
-        return "\n".join(map(self._described, self._toolbox.providers))
+    async def _list(self) -> None:
+        await self._toolbox.refresh()
+        self._view.note("\n".join(map(self._described, self._toolbox.providers)))
 
     def _described(self, provider: Provider) -> str:
         offered = [one.name for one in self._toolbox.offered if one.provider == provider.name]

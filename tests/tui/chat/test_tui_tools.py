@@ -484,12 +484,11 @@ async def test_mcp_lists_and_restarts() -> None:
         await wait_until(pilot, lambda: "s: ready" in shown(app))
         assert "s_echo" in shown(app)
         await ask(app, pilot, "/mcp restart s", wait=False)
-        await wait_until(pilot, lambda: provider.events == ["start", "restart"])
+        await wait_until(pilot, lambda: provider.events == ["start", "refresh", "restart"])
         await ask(app, pilot, "/mcp restart t", wait=False)
         await pilot.press("alt+m")
         await wait_until(pilot, lambda: shown(app).count("s: ready") == 3)
-        assert provider.events == ["start", "restart"]
-    assert provider.events == ["start", "restart", "close"]
+    assert provider.events == ["start", "refresh", "restart", "refresh", "close"]
 
 
 async def test_without_tools_mcp_says_how_to_get_some() -> None:
