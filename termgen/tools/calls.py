@@ -121,7 +121,8 @@ class CallRunner:
         self._approve = approve
         self._on_change = on_change
         self._always: set[str] = set()
-        """Names of the tools that may be called without asking, as long as this object lives."""
+        """Tools that may be called without asking, by their functions: one that its server has
+        changed since is asked about again. Kept while this object lives."""
 
     async def run(self, calls: Sequence[ToolCall]) -> None:
         """Bring every call to its end. The user is asked about one after the other; calls that are
@@ -160,13 +161,14 @@ class CallRunner:
         return None
 
     async def _is_approved(self, call: ToolCall, offered: Offered) -> bool:
-        if offered.name in self._always:
+        function = json.dumps(offered.function, sort_keys=True)
+        if function in self._always:
             return True
         call.state = CallState.ASKED
         self._on_change()
         word = await self._approve(call, offered)
         if word is Approval.ALWAYS:
-            self._always.add(offered.name)
+            self._always.add(function)
         if word is Approval.DENY:
             call.end(CallState.DENIED, DENIED_WORDS)
         return word is not Approval.DENY

@@ -24,6 +24,7 @@ import termgen
 from termgen.commands import cli
 from termgen.config import EngineConfig
 from termgen.library import catalog
+from termgen.tools.toolbox import Toolbox
 
 HEAVY = {"torch", "transformers", "tokenizers", "textual", "starlette", "uvicorn", "numpy", "tqdm"}
 
@@ -179,6 +180,32 @@ def test_chat_goes_on_with_the_chat_that_is_named(
     monkeypatch.setattr("termgen.commands.cli._need_terminal", lambda *words: None)
     assert cli.main(["chat", *argv]) == 0
     assert calls == [{"session": session, "given": given}]
+
+
+@pytest.mark.parametrize("url", [[], ["--url", "http://127.0.0.1:1"]])
+def test_chat_gets_the_tools_that_are_set(
+    url: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    boxes: list[Toolbox] = []
+    monkeypatch.setattr("termgen.commands.cli._need_terminal", lambda *words: None)
+    for name in ("chat.run_chat", "remote_command.run_remote_chat"):
+        monkeypatch.setattr(
+            f"termgen.commands.{name}", lambda _config, _ui, box, **_: boxes.append(box) or 0
+        )
+    config = tmp_path / "config.toml"
+    config.write_text('[chat]\ntools = ["files"]\n[mcp.own]\ncommand = "own"\n')
+    assert cli.main(["chat", *url]) == 0
+    assert cli.main(["chat", *url, "--tools", "files"]) == 0
+    assert cli.main(["chat", *url, "--config", str(config)]) == 0
+    names = [[provider.name for provider in box.providers] for box in boxes]
+    assert names == [[], ["files"], ["files", "own"]]
+
+
+def test_tools_are_for_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    for mode in (["--inline", "why?"], ["--plain"]):
+        error = one_line_error(capsys, "chat", *mode, "--tools", "files")
+        assert "--tools has no effect with" in error
+    assert "shell" in one_line_error(capsys, "chat", "--tools", "shell")
 
 
 def test_chat_goes_on_with_one_chat_only(capsys: pytest.CaptureFixture[str]) -> None:

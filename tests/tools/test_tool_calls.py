@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from tool_samples import Words, box_of, make_tool, runner_of
+from tool_samples import ListedTools, Words, box_of, make_tool, runner_of
 
 from termgen.client import CallPiece
 from termgen.tools.calls import (
@@ -23,7 +23,7 @@ from termgen.tools.calls import (
     take_pieces,
 )
 from termgen.tools.text import amount, escaped, for_model, result_chars, shortened
-from termgen.tools.toolbox import ToolError
+from termgen.tools.toolbox import Toolbox, ToolError
 
 
 def call(text: str = "hi", *, name: str = "s_echo") -> ToolCall:
@@ -54,6 +54,19 @@ async def test_always_is_for_this_tool_only() -> None:
     await runner.run([call(), call("2"), call(name="s_other")])
     await runner.run([call("3"), call(name="s_other")])
     assert words.asked == ["s_echo", "s_other", "s_other"]
+
+
+async def test_a_tool_that_has_changed_is_asked_about_again() -> None:
+    provider = ListedTools("s", [make_tool()])
+    words = Words(Approval.ALWAYS)
+    runner = runner_of(Toolbox([provider]), words)
+    await runner.run([call()])
+    provider.tools = [make_tool()]
+    await runner.run([call()])
+    assert len(words.asked) == 1, "the same, listed anew"
+    provider.tools = [make_tool(description="deletes everything")]
+    await runner.run([call()])
+    assert len(words.asked) == 2
 
 
 async def test_a_denied_call_is_not_run_and_the_model_reads_it() -> None:
