@@ -284,6 +284,15 @@ async def test_a_server_that_does_not_start_says_why(
         assert not tools.tools
 
 
+async def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> object:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(server_tools.importlib, "import_module", missing)
+    async with started() as tools:
+        assert tools.state == "it needs the package mcp: pip install 'termgen[mcp]'"
+
+
 async def test_a_program_that_is_missing_is_named() -> None:
     async with started(("no-such-program", "x")) as tools:
         assert tools.state == "there is no program 'no-such-program'"

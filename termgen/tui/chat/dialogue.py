@@ -90,7 +90,11 @@ class Dialogue:
         """(session id, parameter names) of the last notice about parameters left out."""
         self.tokens = AnswerTokens()
         self.tool_turns = ToolTurns(
-            view, toolbox, stop=self.stop_answer, on_change=self._calls_changed
+            view,
+            toolbox,
+            say=self._say_above,
+            stop=self.stop_answer,
+            on_change=self._calls_changed,
         )
         self._sent_tools: ToolRequest | None = None
         """The tools of the request that is streaming, or was last."""
@@ -219,11 +223,8 @@ class Dialogue:
                 await self._read(turn, entry, answer)
                 return
             except (RequestError, EngineError) as error:
-                chat = self.conversation
-                if turn.is_waiting and turn.rounds and isinstance(error, ContextLengthError):
-                    if not chat.cut_results():
-                        raise
-                elif not turn.is_waiting or not self.tool_turns.gives_in(error, tools):
+                chat, again = self.conversation, self.tool_turns.asks_again
+                if not (turn.is_waiting and again(chat, turn, error, tools)):
                     raise
 
     def _prompt(self, num_left_out: int | None = None) -> ChatPrompt:

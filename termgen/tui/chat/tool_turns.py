@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from termgen.client import ModelInfo
-from termgen.errors import EngineError, RequestError
+from termgen.errors import ContextLengthError, EngineError, RequestError
 from termgen.tools.calls import Approval, CallRunner, ToolCall
 from termgen.tools.request import ToolRequest, tool_request
 from termgen.tools.toolbox import Offered, Provider, Toolbox
@@ -33,13 +33,15 @@ class ToolTurns:
         view: ChatView,
         toolbox: Toolbox,
         *,
+        say: Callable[[Turn, str], None],
         stop: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
-        """stop: ends the answer whose call the user was asked about. on_change: called when the
-        state of a call has changed."""
+        """say: shows a notice above a turn. stop: ends the answer whose call the user was asked
+        about. on_change: called when the state of a call has changed."""
         self._view = view
         self._toolbox = toolbox
+        self._say = say
         self._stop = stop
         self._runner = CallRunner(toolbox, self._approve, on_change)
         self._refusing: set[str] = set()
@@ -63,7 +65,7 @@ class ToolTurns:
         """
         offered: Sequence[Offered] = ()
         # an answer of a given form has no room for calls
-        if offers and turn.form is None and self._takes_tools(model):
+        if offers and turn.form is None and self._takes_tools(turn, model):
             await self._toolbox.wait(START_WAIT_S)
             offered = self._toolbox.offered
         if not offered and not any(each.rounds for each in chat.turns):
@@ -78,23 +80,28 @@ class ToolTurns:
             made = self._made = (offered, model, request)
         return made[2]
 
-    def _takes_tools(self, model: ModelInfo) -> bool:
+    def _takes_tools(self, turn: Turn, model: ModelInfo) -> bool:
         """Whether the model can be offered any; says once if not."""
         if self._toolbox.is_empty or model.model_id in self._refusing:
             return False
         if model.reads_calls or model.tool_format.knows_tools:
             return True
         name = clean_line(model.model_id)
-        self._refuse(model, f"The chat template of {name} knows no tools; it answers without them.")
+        self._refusing.add(model.model_id)
+        self._say(turn, f"The chat template of {name} knows no tools; it answers without them.")
         return False
 
-    def _refuse(self, model: ModelInfo, words: str) -> None:
-        self._refusing.add(model.model_id)
-        self._view.note(words)
-
-    def gives_in(self, error: RequestError | EngineError, request: ToolRequest | None) -> bool:
-        """True if the request is to be sent again, as it was refused for its tools: without the
-        grammar of a model here, or to a server without tools."""
+    def asks_again(
+        self,
+        chat: Conversation,
+        turn: Turn,
+        error: RequestError | EngineError,
+        request: ToolRequest | None,
+    ) -> bool:
+        """True if a request that failed is to be sent again: with less of the results if the
+        context is full, without the grammar of a model here, or to a server without tools."""
+        if turn.rounds and isinstance(error, ContextLengthError):
+            return chat.cut_results()
         if request is None or not request.may_call:
             return False
         model = request.model
@@ -106,10 +113,9 @@ class ToolTurns:
             return True
         if "tool" not in str(error).lower():
             return False
-        name = clean_line(model.model_id)
-        self._refuse(
-            model, f"{name} takes no tools and answers without them: {clean_line(str(error))}"
-        )
+        self._refusing.add(model.model_id)
+        name, reason = clean_line(model.model_id), clean_line(str(error))
+        self._say(turn, f"{name} takes no tools and answers without them: {reason}")
         return True
 
     async def run(self, calls: Sequence[ToolCall]) -> None:

@@ -327,6 +327,7 @@ async def test_a_template_without_tools_says_so_once() -> None:
         await ask(app, pilot, "one")
         await ask(app, pilot, "two")
         assert shown(app).count("knows no tools") == 1
+        assert shown(app).index("knows no tools") < shown(app).index("one")
         assert "tools" not in engine.calls[0].prompt.template_kwargs
 
 
