@@ -191,7 +191,7 @@ async def test_bad_answers_cost_their_call_only(way: str, words: str) -> None:
         bad = asyncio.create_task(call(tools))
         begun = time.monotonic()
         assert await call(good, "echo", text="b") == "echo b"
-        assert time.monotonic() - begun < 0.5
+        assert time.monotonic() - begun < 0.9
         with pytest.raises(ToolError, match=words):
             await bad
         assert await call(good, "echo", text="c") == "echo c"
@@ -204,7 +204,7 @@ async def test_news_without_end_hold_up_no_other_server() -> None:
         for _ in range(5):
             begun = time.monotonic()
             assert await call(good, "echo", text="b") == "echo b"
-            assert time.monotonic() - begun < 0.5
+            assert time.monotonic() - begun < 0.9
         with pytest.raises(ToolError):
             await flooded
 
