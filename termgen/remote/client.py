@@ -49,6 +49,8 @@ ANSWER_S = 10.0
 SILENCE_S = 600.0
 """Read timeout of a generation: prefilling a long prompt on a slow machine takes minutes."""
 MAX_ERROR_BYTES = 65_536
+KEPT_FACTS = ("model_id", "reads_calls", "holds_calls")
+"""Facts of a model that hold for this client, whatever the server says of its engine."""
 
 
 def _say_nothing(phase: str, progress: float) -> None:
@@ -160,8 +162,8 @@ class RemoteClient:
 
     def learn(self, model: ModelInfo) -> None:
         """Take the model's description from a termgen server's event stream, except its name."""
-        name = self.model.model_id
-        self.model = replace(model, model_id=name, memory=None, reads_calls=True)
+        kept = {name: getattr(self.model, name) for name in KEPT_FACTS}
+        self.model = replace(model, memory=None, **kept)
 
     async def generate(
         self,

@@ -13,7 +13,7 @@ import httpx
 from termgen.client import ModelInfo
 from termgen.errors import ConfigError, EngineError
 from termgen.remote.failures import short
-from termgen.remote.wire import dialect_of, unsent_params
+from termgen.remote.wire import Dialect, dialect_of, unsent_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +91,5 @@ def model_info(url: str, model: RemoteModel) -> ModelInfo:
         created=0,
         unsent_params=unsent_params(dialect_of(model.owner)),
         reads_calls=True,
+        holds_calls=dialect_of(model.owner) is Dialect.TERMGEN,
     )

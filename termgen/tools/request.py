@@ -33,6 +33,11 @@ class ToolRequest:
         return self.tools.may_call
 
     @property
+    def is_enforced(self) -> bool:
+        """True where arguments are held to the tools' schemas, here or by the server."""
+        return self.grammar is not None or any(one.strict for one in self.tools.functions)
+
+    @property
     def reads_text(self) -> bool:
         """True where calls stand in the text, which `parser` takes apart."""
         return self.may_call and not self.model.reads_calls
@@ -66,12 +71,15 @@ def tool_request(
 ) -> ToolRequest:
     """enforces: False leaves out the grammar, for schemas that make none. Raises `RequestError`."""
     functions = [one.function for one in offered]
-    if model.reads_calls:
-        tools = parse_tools(
-            functions, None, ToolFormat(knows_tools=True), parallel=True, strict=False
-        )
-        return ToolRequest(model, tools)
     tool_format = model.tool_format
+    if model.reads_calls:
+        if enforces and model.holds_calls:
+            functions = [
+                {**one, "function": {**one["function"], "strict": True}} for one in functions
+            ]
+        tool_format = ToolFormat(knows_tools=True)
+        tools = parse_tools(functions, None, tool_format, parallel=True, strict=False)
+        return ToolRequest(model, tools)
     strict = enforces and tool_format.new_parser is None  # only then there is a grammar
     tools = parse_tools(functions, None, tool_format, parallel=True, strict=strict)
     grammar = constrain(tools, None) if tools.may_call else None

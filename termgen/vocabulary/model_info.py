@@ -56,3 +56,5 @@ class ModelInfo:
     """Groups of layers with a block table each; empty: unknown (a remote server)."""
     reads_calls: bool = False
     """A remote server takes `tools` as they are, and tool calls out of the text."""
+    holds_calls: bool = False
+    """That server holds the arguments of `strict` tools to their schemas."""

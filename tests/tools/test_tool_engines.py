@@ -98,13 +98,15 @@ async def test_a_server_of_ours_takes_tools_and_sends_calls() -> None:
     box = box_of()
     async with serving(behind) as server, connected(server.url) as client:
         asked = tool_request(box.offered, client.model)
-        assert not asked.reads_text
+        assert not asked.reads_text and asked.is_enforced
         chat = Conversation()
         turn = chat.ask("call", now_s=0)
         turn.calls = await answer(client, asked, chat)
         assert [(one.name, one.arguments) for one in turn.calls] == [("s_echo", '{"text": "hi"}')]
         await runner_of(box, Words()).run(turn.end_round())
         assert await answer(client, asked, chat) == []
+    held = behind.calls[0].params.structured_outputs
+    assert held is not None and "s_echo" in str(held.grammar), "the server enforces arguments"
     prompt = behind.calls[1].prompt
     assert isinstance(prompt, ChatPrompt)
     assert [message["role"] for message in prompt.messages] == ["user", "assistant", "tool"]

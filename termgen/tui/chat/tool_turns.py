@@ -104,19 +104,20 @@ class ToolTurns:
             return chat.cut_results()
         if request is None or not request.may_call:
             return False
-        model = request.model
-        if not model.reads_calls:
-            if request.grammar is None or getattr(error, "param", None) != "tools":
-                return False
+        model, param = request.model, getattr(error, "param", None) or ""
+        is_of_tools = param.startswith("tools")
+        if model.reads_calls:  # servers have their own words
+            is_of_tools |= "tool" in str(error).lower()
+        if is_of_tools and request.is_enforced:
             self._unenforced.add(model.model_id)
             self._made = None
             return True
-        if "tool" not in str(error).lower():
-            return False
-        self._refusing.add(model.model_id)
-        name, reason = clean_line(model.model_id), clean_line(str(error))
-        self._say(turn, f"{name} takes no tools and answers without them: {reason}")
-        return True
+        if is_of_tools and model.reads_calls:
+            self._refusing.add(model.model_id)
+            name, reason = clean_line(model.model_id), clean_line(str(error))
+            self._say(turn, f"{name} takes no tools and answers without them: {reason}")
+            return True
+        return False
 
     async def run(self, calls: Sequence[ToolCall]) -> None:
         """Carry out the calls of an answer, those that the user approves."""

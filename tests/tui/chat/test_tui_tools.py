@@ -362,6 +362,22 @@ async def test_schemas_that_make_no_grammar_are_not_enforced() -> None:
         assert "tools" in engine.calls[-1].prompt.template_kwargs
 
 
+async def test_a_server_of_ours_enforces_schemas_if_it_can() -> None:
+    def script(call: GenerateCall) -> Script:
+        tools = call.prompt.template_kwargs["tools"]
+        if any(tool["function"].get("strict") for tool in tools):
+            return Script(raises=RequestError("no grammar", param="tools"))
+        return Script(pieces=("free",))
+
+    engine = chat_engine(script, reads_calls=True, holds_calls=True)
+    app = app_of(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "one")
+        await ask(app, pilot, "two")
+        assert len(engine.calls) == 3 and "takes no tools" not in shown(app)
+
+
 async def test_a_form_leaves_the_tools_out() -> None:
     engine = engine_of(Script(pieces=("a",)))
     app = app_of(engine)
