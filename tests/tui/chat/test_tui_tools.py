@@ -32,6 +32,7 @@ from termgen.tui.chat.saved.chat_records import (
     turn_record,
 )
 from termgen.tui.chat.saved.chat_store import ChatStore, Resume
+from termgen.tui.chat.state.answer_branch import Branch
 from termgen.tui.chat.state.conversation import AnswerState
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.tool_format import ToolFormat
@@ -456,6 +457,30 @@ async def test_retry_calls_anew() -> None:
         assert [m["role"] for m in sent_messages(engine, 2)] == ["user"]
         first, second = app.chat.conversation.turns[-1].siblings
         assert first.rounds[0].calls[0] is not second.rounds[0].calls[0]
+
+
+async def test_a_branch_of_an_answer_keeps_the_calls_before_it() -> None:
+    engine = engine_of(calling("It says hi.", "branched"))
+    app = app_of(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "q", wait=False)
+        await asked(app, pilot)
+        await pilot.press("y")
+        await answered(app, pilot)
+        chat = app.chat
+        (turn,) = chat.conversation.turns
+        written = chat.dialogue.tokens.get(turn.turn_id)
+        assert written is not None and len(written.answer_ids) == len(pieces("It says hi."))
+        branch = Branch(tuple(written.prompt_ids), (73,), 116, is_partial=False, is_whole=True)
+        chat.dialogue.ask(turn.question, (), beside=turn, branch=branch)
+        await answered(app, pilot)
+        (branched,) = chat.conversation.turns
+        assert branched is not turn and branched.rounds == turn.rounds
+        assert shown(app).count("▸ s_echo") == 1 and "branched" in shown(app)
+        await ask(app, pilot, "next")
+        roles = [m["role"] for m in sent_messages(engine)]
+        assert roles == ["user", "assistant", "tool", "assistant", "user"]
 
 
 async def test_figures_count_all_rounds() -> None:
