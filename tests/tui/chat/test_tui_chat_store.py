@@ -20,7 +20,8 @@ from chat_store_harness import (
 )
 
 from termgen.errors import ChatStoreError
-from termgen.tui.chat.saved.autosave import SAVE_EVERY_S, Autosave
+from termgen.tools.calls import CallState, ToolCall
+from termgen.tui.chat.saved.autosave import CHARS_PER_S, SAVE_EVERY_S, Autosave
 from termgen.tui.chat.saved.chat_db import MIGRATIONS, ChatDatabase
 from termgen.tui.chat.saved.chat_records import (
     all_turns,
@@ -34,6 +35,7 @@ from termgen.tui.chat.saved.chat_records import (
 )
 from termgen.tui.chat.saved.chat_store import ChatStore, store_path
 from termgen.tui.chat.state.conversation import AnswerState, Conversation
+from termgen.tui.chat.state.tool_rounds import ToolRound
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -227,6 +229,28 @@ async def test_text_is_saved_while_it_streams(tmp_path: Path) -> None:
         assert await on_disk() == "0123456789"
         again = loaded(ChatDatabase(store.path), talk.session_id)
         assert again.turns[0].state is AnswerState.STOPPED  # it was cut short
+
+
+async def test_long_results_of_tools_are_not_written_every_second(tmp_path: Path) -> None:
+    now_s, writes = 0.0, []
+    store = ChatStore(tmp_path / "chats.sqlite3")
+    async with running(store):
+        autosave = Autosave(store, clock=lambda: now_s)
+        talk = Conversation()
+        turn = talk.ask("why", now_s=0.0)
+        autosave.asked(talk, turn, PARAMS)
+        put = store.put
+        store.put = lambda *arguments: (writes.append(now_s), put(*arguments))  # type: ignore[assignment]
+        result = "x" * CHARS_PER_S * 4
+        turn.rounds.append(ToolRound(calls=[ToolCall("t", "{}", CallState.DONE, result)]))
+        for _ in range(40):
+            now_s += SAVE_EVERY_S / 4
+            autosave.streamed(talk, turn)
+        assert writes == [5.0, 10.0]
+        autosave.ended(talk, turn)
+        await store.read(lambda _database: None)
+        again = loaded(ChatDatabase(store.path), talk.session_id)
+        assert again.turns[0].rounds[0].calls[0].result == result
 
 
 async def test_close_writes_what_waits(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Says what of a conversation is to be saved, and when: its every change, and text as it streams.
 
 The screen tells it what happens; the store does the work on its thread. A program that is killed
-loses what came in the last `SAVE_EVERY_S`.
+loses what came in the last `SAVE_EVERY_S`, or some seconds where tools gave long results.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from termgen.tui.chat.state.conversation import Conversation, Turn
 from termgen.vocabulary.sampling_params import SamplingParams
 
 SAVE_EVERY_S = 1.0
+CHARS_PER_S = 500_000
+"""A turn with long results of tools is saved less often: all of them are written again."""
 
 
 class Autosave:
@@ -46,7 +48,8 @@ class Autosave:
     def streamed(self, conversation: Conversation, turn: Turn) -> None:
         """Note that an answer's text has grown."""
         self._unsaved = conversation, turn
-        if self._clock() - self._saved_s >= SAVE_EVERY_S:
+        wait_s = SAVE_EVERY_S + turn.num_result_chars / CHARS_PER_S
+        if self._clock() - self._saved_s >= wait_s:
             self.flush()
 
     def ended(self, conversation: Conversation, turn: Turn) -> None:

@@ -161,6 +161,11 @@ class Turn:
         return not (has_begun or self.thought.text or self.rounds or self.calls)
 
     @property
+    def num_result_chars(self) -> int:
+        """Characters of all results of tools."""
+        return sum(len(call.result) for one in self.rounds for call in one.calls)
+
+    @property
     def is_waiting(self) -> bool:
         """Nothing has come of the request that was sent last."""
         return not (self.answer or self.thought.text or self.calls)
