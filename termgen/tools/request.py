@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from termgen.api.tool_calls import CallArguments, CallParser, CallStart, Content, Part, Reasoning
 from termgen.api.tools import Tools, constrain, new_parser, parse_tools, show_tools
 from termgen.client import CallPiece, ChatPrompt, ModelInfo
+from termgen.tools.history import before_template, merged_users
 from termgen.tools.toolbox import Offered
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
-from termgen.vocabulary.tool_format import ToolFormat
+from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,11 @@ class ToolRequest:
         if not self.model.reads_calls:
             tool_format = self.model.tool_format
         messages = [dict(message) for message in prompt.messages]
+        if tool_format.knows_tools:
+            messages = before_template(messages, tool_format)
         shown, variables = show_tools(messages, self.tools, tool_format)
+        if not tool_format.knows_tools:
+            shown = tuple(merged_users(shown))
         return replace(
             prompt, messages=shown, template_kwargs={**prompt.template_kwargs, **variables}
         )
@@ -81,7 +86,9 @@ def tool_request(
         tools = parse_tools(functions, None, tool_format, parallel=True, strict=False)
         return ToolRequest(model, tools)
     strict = enforces and tool_format.new_parser is None  # only then there is a grammar
-    tools = parse_tools(functions, None, tool_format, parallel=True, strict=strict)
+    # the templates of this style take one call in a message
+    parallel = tool_format.style is not ToolStyle.LLAMA or tool_format.new_parser is not None
+    tools = parse_tools(functions, None, tool_format, parallel=parallel, strict=strict)
     grammar = constrain(tools, None) if tools.may_call else None
     return ToolRequest(model, replace(tools, is_formed=grammar is not None), grammar)
 

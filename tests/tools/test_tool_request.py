@@ -61,6 +61,51 @@ def test_results_go_where_the_template_takes_them() -> None:
     assert "tools" not in plain.prompt(ChatPrompt(HISTORY)).template_kwargs
 
 
+def call_message(*names: str, said: str = "") -> dict[str, Any]:
+    calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
+        for name in names
+    ]
+    return {"role": "assistant", "content": said, "tool_calls": calls}
+
+
+def result(name: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": name, "name": name, "content": f"r{name}"}
+
+
+USER = {"role": "user", "content": "q"}
+STOPPED = [USER, call_message("a", "b", said="hm"), result("a"), result("b"), USER]
+
+
+def sent(tool_format: ToolFormat) -> list[dict[str, Any]]:
+    model = make_model_info(tool_format=tool_format)
+    return list(tool_request((), model).prompt(ChatPrompt(STOPPED)).messages)
+
+
+def test_a_template_that_takes_one_call_gets_one_in_each_message() -> None:
+    llama = ToolFormat(ToolStyle.LLAMA, knows_tools=True)
+    one, two = call_message("a", said="hm"), call_message("b")
+    assert sent(llama) == [USER, one, result("a"), two, result("b"), USER]
+    request = tool_request(box_of().offered, make_model_info(tool_format=llama))
+    assert not request.tools.parallel and request.grammar is not None
+
+
+def test_a_template_whose_roles_alternate_gets_an_answer_that_never_came() -> None:
+    mistral = ToolFormat(ToolStyle.MISTRAL, knows_tools=True)
+    *before, answer, last = sent(mistral)
+    assert before == STOPPED[:-1] and last == USER
+    assert answer["role"] == "assistant" and "stopped" in answer["content"]
+
+
+def test_a_template_without_tools_gets_the_roles_in_turn() -> None:
+    assert [m["role"] for m in sent(ToolFormat())] == ["user", "assistant", "user"]
+    assert "ra" in sent(ToolFormat())[2]["content"] and "rb" in sent(ToolFormat())[2]["content"]
+
+
+def test_other_templates_get_everything_as_it_is() -> None:
+    assert sent(KNOWS_TOOLS) == STOPPED
+
+
 def test_a_server_gets_the_tools_as_they_are() -> None:
     asked = request(AWAY)
     prompt = asked.prompt(ChatPrompt(HISTORY))

@@ -108,7 +108,7 @@ class ToolTurns:
         is_of_tools = param.startswith("tools")
         if model.reads_calls:  # servers have their own words
             is_of_tools |= "tool" in str(error).lower()
-        if is_of_tools and request.is_enforced:
+        if is_of_tools and request.is_enforced and model.model_id not in self._unenforced:
             self._unenforced.add(model.model_id)
             self._made = None
             return True

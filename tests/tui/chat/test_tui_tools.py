@@ -35,7 +35,7 @@ from termgen.tui.chat.saved.chat_store import ChatStore, Resume
 from termgen.tui.chat.state.answer_branch import Branch
 from termgen.tui.chat.state.conversation import AnswerState
 from termgen.vocabulary.request import FinishReason
-from termgen.vocabulary.tool_format import ToolFormat
+from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
 
 CALL = hermes("s_echo", '{"text": "hi"}')
 
@@ -361,6 +361,20 @@ async def test_schemas_that_make_no_grammar_are_not_enforced() -> None:
         await ask(app, pilot, "one")
         assert "free" in shown(app)
         assert "tools" in engine.calls[-1].prompt.template_kwargs
+
+
+@pytest.mark.parametrize("style", [ToolStyle.HERMES, ToolStyle.LLAMA])
+async def test_a_model_that_is_refused_its_tools_is_asked_again_once(style: ToolStyle) -> None:
+    engine = chat_engine(
+        lambda _: Script(raises=RequestError("tools: never", param="tools")),
+        tool_format=ToolFormat(style, knows_tools=True),
+    )
+    app = app_of(engine)
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "one")
+        assert len(engine.calls) == 2 and "tools: never" in shown(app)
+        assert app.chat.prompt.text == "one"
 
 
 async def test_a_server_of_ours_enforces_schemas_if_it_can() -> None:
