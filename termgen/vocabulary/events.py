@@ -123,6 +123,8 @@ class PrefixHit(NamedTuple):
     """Window of the layers that ended the hit, if they have one."""
     ends: tuple[tuple[str, int], ...] = ()
     """(kind, tokens that it had of those asked for); empty for layers that all keep all."""
+    is_chunk: bool = False
+    """True if that window is a chunk."""
 
     @property
     def reason(self) -> str:
@@ -142,7 +144,8 @@ class PrefixHit(NamedTuple):
             case HitLimit.KEYS:
                 return f"no cached block continues after token {end}"
             case HitLimit.WINDOW:
-                return f"the window of {self.window:,} before token {asked} is not all cached"
+                what = "chunk" if self.is_chunk else "window"
+                return f"the {what} of {self.window:,} before token {asked} is not all cached"
         between = f"between tokens {end} and {asked}" if self.num_tokens else f"up to token {asked}"
         return f"no copy of the states {between}"
 

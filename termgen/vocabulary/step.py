@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.errors import TermgenError
+from termgen.vocabulary.cache_groups import Window
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.request import FinishReason, IntArray
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -221,8 +222,8 @@ class DeviceInfo:
     dtype: str
     num_blocks: int
     block_size: int
-    windows: tuple[int | None, ...]
-    """Per group of layers with a block table of its own, how many of the last tokens it keeps;
+    windows: tuple[Window | None, ...]
+    """Per group of layers with a block table of its own, the part of a context that it keeps;
     None: all."""
     max_model_len: int
     vocab_size: int

@@ -19,6 +19,7 @@ from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import AppliedStep, Scheduler, SchedulerConfig
 from termgen.engine.schedule.state_cache import StateCache
 from termgen.errors import StepError
+from termgen.vocabulary.cache_groups import Chunk, Window
 from termgen.vocabulary.request import FinishReason, Request, TurnEnds, hash_blocks
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import StepPlan, StepResult
@@ -73,7 +74,7 @@ def make_scheduler(
     policy: str = "fcfs",
     caching: bool = True,
     adaptive: bool = False,
-    windows: tuple[int | None, ...] = (None,),
+    windows: tuple[Window | None, ...] = (None,),
     state_places: int = 0,
 ) -> Scheduler:
     kv = KVCacheManager(
@@ -113,17 +114,21 @@ def draw_state_places(rng: np.random.Generator) -> int:
     return int(rng.choice([0, 0, 0, 1, 3, 12]))
 
 
-def draw_windows(rng: np.random.Generator) -> tuple[int | None, ...]:
+def draw_windows(rng: np.random.Generator) -> tuple[Window | None, ...]:
     """Groups of layers for a random test: half of the time one that keeps all tokens."""
     if rng.random() < 0.5:
         return (None,)
     short, long = sorted(rng.integers(2, 40, 2).tolist())
-    kinds: list[tuple[int | None, ...]] = [
+    kinds: list[tuple[Window | None, ...]] = [
         (None, short),
         (long,),
         (None, short, short, short),
         (None, None, long, short),
         (short, long),
+        (None, Chunk(long)),
+        (Chunk(short),),
+        (None, Chunk(short), Chunk(short)),
+        (Chunk(long), short),
     ]
     return kinds[int(rng.integers(len(kinds)))]
 

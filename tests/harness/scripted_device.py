@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from termgen.engine.schedule.block_pool import NULL_BLOCK
+from termgen.vocabulary.cache_groups import Window, first_key
 from termgen.vocabulary.request import IntArray, Request
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import CORRUPT_TOKEN, AddedRow, SamplingNeeds, StepPlan, StepResult
@@ -62,10 +63,10 @@ class ScriptedDevice:
         max_model_len: int,
         stops: bool = True,
         vocab: int = VOCAB,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[Window | None, ...] = (None,),
         state_places: int = 0,
     ) -> None:
-        """windows: per group, how many of the last tokens the device looks at; None: at all.
+        """windows: per group, the part of a context that the device looks at; None: at all.
         state_places: copies of recurrent states that it keeps; 0: it is not recurrent."""
         self.state_places = state_places
         self.states: dict[int, list[int]] = {}
@@ -180,7 +181,7 @@ class ScriptedDevice:
         live."""
         seen = []
         for group, window in enumerate(self.windows):
-            first = 0 if window is None else max(0, position - window + 1)
+            first = first_key(position, window)
             seen.append((np.arange(first, end), self.slot_mapping(slot, first, end, group)))
         return seen
 

@@ -8,10 +8,14 @@ import pytest
 
 from termgen.vocabulary.cache_groups import (
     UNLIMITED,
+    CacheGroup,
+    Chunk,
     blocks_of_context,
     blocks_of_window,
+    first_key,
     longest_context,
     tokens_held,
+    window_name,
 )
 
 
@@ -24,6 +28,23 @@ def test_a_window_never_needs_more_than_its_blocks(window: int, block_size: int)
         most = max(most, position // block_size - first + 1)
     assert most <= blocks_of_window(window, block_size) - 1, "one is for steps in flight"
     assert most >= blocks_of_window(window, block_size) - 2
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 12, 16, 17, 24, 32, 33])
+def test_a_chunk_needs_all_of_its_blocks(size: int, block_size: int) -> None:
+    most = 0
+    for position in range(600):
+        first = first_key(position, Chunk(size))
+        assert first // size == position // size and first % size == 0
+        most = max(most, position // block_size - first // block_size + 1)
+    assert most == blocks_of_window(Chunk(size), block_size) - 1, "one is for steps in flight"
+
+
+def test_windows_have_names() -> None:
+    names = [window_name(window) for window in (None, 1024, Chunk(8192))]
+    assert names == ["full", "window 1,024", "chunk 8,192"]
+    assert [CacheGroup.of(w, 2).name for w in (None, 1024, Chunk(8192))] == names
 
 
 def test_blocks_of_a_context_add_up_over_groups() -> None:
@@ -39,7 +60,9 @@ def test_the_longest_context_is_the_last_that_fits() -> None:
     rng = random.Random(seed)
     for _ in range(300):
         size = rng.choice([1, 4, 16])
-        windows = tuple(rng.choice([None, 3, 20, 64]) for _ in range(rng.randint(1, 5)))
+        windows = tuple(
+            rng.choice([None, 3, 20, 64, Chunk(20), Chunk(64)]) for _ in range(rng.randint(1, 5))
+        )
         num_blocks = rng.randint(0, 120)
         longest = longest_context(num_blocks, size, windows)
         if longest == UNLIMITED:

@@ -235,7 +235,7 @@ def _describe(
         run_ahead_ms=config.run_ahead_ms if info.max_in_flight > 1 else 0.0,
         num_threads=info.num_threads,
         num_cores=info.num_cores,
-        cache_groups=tuple(map(CacheGroup, info.windows, info.layers)),
+        cache_groups=tuple(map(CacheGroup.of, info.windows, info.layers)),
         startup=startup,
     )
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.schedule.state_cache import StateCache
+from termgen.vocabulary.cache_groups import Chunk, Window, first_key, most_keys, window_name
 from termgen.vocabulary.events import BlockState, HitLimit, PrefixHit
 
 NULL_BLOCK = 0
@@ -223,23 +224,23 @@ def block_key(group: int, block_hash: bytes) -> bytes:
     return block_hash + bytes((group,)) if group else block_hash
 
 
-def first_seen(position: int, window: int, block_size: int) -> int:
+def first_seen(position: int, window: Window, block_size: int) -> int:
     """The first block that the token at `position` sees."""
-    return max(0, position - window + 1) // block_size
+    return first_key(position, window) // block_size
 
 
 class PrefixSearch:
     """Finds the longest cached prefix of one request, and says what ended it.
 
     All groups of layers must have what the next token sees: groups without a window all blocks
-    before it, groups with one those of its window, recurrent layers a copy of their states. They
-    shorten each other's answer until they agree.
+    before it, groups with one those of its window (none where that is a chunk which it begins),
+    recurrent layers a copy of their states. They shorten each other's answer until they agree.
     """
 
     def __init__(
         self,
         pool: BlockPool,
-        windows: Sequence[int | None],
+        windows: Sequence[Window | None],
         block_size: int,
         states: StateCache | None,
         hashes: Sequence[bytes],
@@ -249,7 +250,8 @@ class PrefixSearch:
         self._states, self._hashes = states, hashes
         self._end = len(hashes)
         """Blocks up to which all that was asked agrees."""
-        self._limit, self._asked, self._window = HitLimit.LAST_TOKEN, len(hashes), 0
+        self._limit, self._asked = HitLimit.LAST_TOKEN, len(hashes)
+        self._window: Window | None = None
         self._ends: dict[str, int] = {}
 
     def find(self) -> CachedPrefix:
@@ -280,9 +282,17 @@ class PrefixSearch:
     def _hit(self) -> PrefixHit:
         size, is_plain = self._block_size, len(self._ends) == 1 and "full" in self._ends
         ends = () if is_plain else tuple((kind, end * size) for kind, end in self._ends.items())
-        return PrefixHit(self._end * size, self._limit, self._asked * size, self._window, ends)
+        window = self._window
+        return PrefixHit(
+            self._end * size,
+            self._limit,
+            self._asked * size,
+            0 if window is None else most_keys(window),
+            ends,
+            isinstance(window, Chunk),
+        )
 
-    def _shorten(self, kind: str, end: int, limit: HitLimit, window: int = 0) -> None:
+    def _shorten(self, kind: str, end: int, limit: HitLimit, window: Window | None = None) -> None:
         """Note up to which block layers of a kind have what they were asked for."""
         self._ends[kind] = end
         if end < self._end:
@@ -312,11 +322,18 @@ class PrefixSearch:
             for group, window in enumerate(self._windows):
                 if window is not None:
                     end = self._cut_to_window(group, window)
-                    self._shorten(f"window {window:,}", end, HitLimit.WINDOW, window)
+                    self._shorten(window_name(window), end, HitLimit.WINDOW, window)
 
-    def _cut_to_window(self, group: int, window: int) -> int:
+    def _first_asked(self, end: int, window: Window) -> int:
+        """The first block that a hit up to `end` needs. At a chunk's edge that is none: where no
+        group keeps all tokens, the block in front is asked for, as a text that was never computed
+        is no hit."""
+        first = first_seen(end * self._block_size, window, self._block_size)
+        return first if None in self._windows else min(first, max(0, end - 1))
+
+    def _cut_to_window(self, group: int, window: Window) -> int:
         at = end = self._end
-        while at > first_seen(end * self._block_size, window, self._block_size):
+        while at > self._first_asked(end, window):
             at -= 1
             if self._pool.lookup(block_key(group, self._hashes[at])) is None:
                 end = at

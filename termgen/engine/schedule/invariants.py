@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from termgen.engine.schedule.scheduler import Scheduler
+from termgen.vocabulary.cache_groups import first_key
 from termgen.vocabulary.request import RequestStatus
 
 
@@ -36,9 +37,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
         newest = min(computed, tokens - 1)
         for group, window in enumerate(kv.windows):
             dropped = int(kv.num_dropped[group, slot])
-            assert not dropped or window is not None
-            first_seen = newest - ((window or 0) - 1)
-            assert dropped * kv.block_size <= max(0, first_seen), "a block in use was given up"
+            is_unseen = dropped * kv.block_size <= first_key(newest, window)
+            assert is_unseen, "a block in use was given up"
             ids = kv.block_tables[group, slot, dropped : kv.num_blocks[group, slot]]
             assert ids.all(), "a block is lost"
         registered = int(kv.num_registered[slot]) * kv.block_size

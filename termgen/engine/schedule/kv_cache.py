@@ -20,9 +20,16 @@ from termgen.engine.schedule.block_pool import (
     first_seen,
 )
 from termgen.engine.schedule.state_cache import StateCache
-from termgen.vocabulary.cache_groups import longest_context
+from termgen.vocabulary.cache_groups import Chunk, Window, longest_context
 from termgen.vocabulary.events import HitLimit, PrefixHit
 from termgen.vocabulary.request import IntArray, Request, hash_blocks
+
+
+def first_keys(positions: IntArray, window: Window) -> IntArray:
+    """`first_key` of many positions."""
+    if isinstance(window, Chunk):
+        return positions - positions % window.size
+    return np.maximum(positions - (window - 1), 0)
 
 
 class KVCacheManager:
@@ -41,12 +48,12 @@ class KVCacheManager:
         max_num_seqs: int,
         max_model_len: int,
         enable_prefix_caching: bool,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[Window | None, ...] = (None,),
         debug: bool = False,
         states: StateCache | None = None,
     ) -> None:
-        """windows: per group, how many of the last tokens its layers keep; None: all. debug: keep
-        a list of the blocks that are given up, for the device to spoil. states: for models with
+        """windows: per group, the part of a context that its layers keep; None: all. debug: keep a
+        list of the blocks that are given up, for the device to spoil. states: for models with
         recurrent layers."""
         self.states = states
         self.pool = BlockPool(num_blocks)
@@ -117,7 +124,7 @@ class KVCacheManager:
         )
 
     def _end(
-        self, window: int | None, num_tokens: int, cached: CachedPrefix, num_first: int
+        self, window: Window | None, num_tokens: int, cached: CachedPrefix, num_first: int
     ) -> int:
         """Number of blocks up to which a group is given blocks at admission."""
         if window is not None:
@@ -218,7 +225,7 @@ class KVCacheManager:
         blocks in front of them less often. Blocks that were found in the cache count as others.
         """
         for group, window in self._windowed:
-            unseen = np.maximum(positions - (window - 1), 0) // self.block_size
+            unseen = first_keys(positions, window) // self.block_size
             if self.enable_prefix_caching:
                 unseen = np.minimum(unseen, self.num_registered[slots])
             for i in np.flatnonzero(unseen > self.num_dropped[group, slots]).tolist():
@@ -226,8 +233,11 @@ class KVCacheManager:
                 first = int(self.num_dropped[group, slot])
                 row = self.block_tables[group, slot]
                 found = min(max(first, int(self._num_found[slot])), end)
-                self.pool.release(row[first:found].tolist())
-                self.pool.release(row[found:end].tolist(), reuse_soon=True)
+                # What a hit inside a chunk needs begins where the chunk does, and what one under a
+                # sliding window needs ends where it does: the other end is used again first.
+                order = -1 if isinstance(window, Chunk) else 1
+                self.pool.release(row[first:found][::order].tolist())
+                self.pool.release(row[found:end][::order].tolist(), reuse_soon=True)
                 if self.given_up is not None and not self.enable_prefix_caching:
                     self.given_up += row[first:end].tolist()
                 row[first:end] = NULL_BLOCK

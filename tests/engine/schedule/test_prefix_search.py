@@ -7,6 +7,7 @@ from scheduler_harness import make_request
 
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.state_cache import StateCache
+from termgen.vocabulary.cache_groups import Chunk, Window
 from termgen.vocabulary.events import PrefixHit
 
 SIZE = 4
@@ -14,7 +15,7 @@ WINDOW = 9
 
 
 def make_kv(
-    *windows: int | None, caching: bool = True, states: StateCache | None = None
+    *windows: Window | None, caching: bool = True, states: StateCache | None = None
 ) -> KVCacheManager:
     return KVCacheManager(
         num_blocks=64,
@@ -70,6 +71,16 @@ def test_the_reason_names_the_window_that_lacks_blocks() -> None:
     assert hit(kv, range(60)).reason == "all blocks before the last token were found, 56 tokens"
     kv.pool.forget(kv.pool._by_hash[hashes[8] + b"\x02"][:])
     assert hit(kv, range(46)).reason == "the window of 18 before token 36 is not all cached"
+
+
+def test_the_reason_names_the_chunk_that_lacks_blocks() -> None:
+    kv = make_kv(None, Chunk(24))
+    hashes = keep(kv, 60)
+    kv.pool.forget(kv.pool._by_hash[hashes[8] + b"\x01"][:])
+    assert str(hit(kv, range(46))) == (
+        "full up to 44, chunk 24 up to 32; the chunk of 24 before token 44 is not all cached"
+    )
+    assert hit(kv, range(49)).reason == "all blocks before the last token were found, 48 tokens"
 
 
 @pytest.mark.parametrize("position", [24, 0])

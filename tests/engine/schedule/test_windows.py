@@ -7,7 +7,7 @@ import pytest
 from scheduler_harness import Driver, free_order, make_request, make_scheduler
 
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.vocabulary.cache_groups import blocks_of_context
+from termgen.vocabulary.cache_groups import Chunk, Window, blocks_of_context, window_name
 from termgen.vocabulary.request import Request
 
 SIZE = 4
@@ -15,7 +15,7 @@ WINDOW = 6
 
 
 def make_kv(
-    *windows: int | None, num_blocks: int = 60, caching: bool = True, debug: bool = False
+    *windows: Window | None, num_blocks: int = 60, caching: bool = True, debug: bool = False
 ) -> KVCacheManager:
     return KVCacheManager(
         num_blocks=num_blocks,
@@ -168,7 +168,7 @@ def test_nan_in_a_row_drops_all_hashes_where_blocks_are_given_up() -> None:
     assert kv.pool.num_cached == 0 and hit(kv, range(40)) == (0, [0, 0])
 
 
-def most_at_once(windows: tuple[int | None, ...], num_blocks: int) -> int:
+def most_at_once(windows: tuple[Window | None, ...], num_blocks: int) -> int:
     """Requests of 96 tokens that run at the same time."""
     scheduler = make_scheduler(
         num_blocks=num_blocks,
@@ -194,20 +194,87 @@ def test_a_cache_holds_more_requests_whose_layers_have_windows() -> None:
     assert most_at_once((None, *[8] * 5), 6 * 48 + 1) >= 2 * most_at_once((None,), 48 + 1)
 
 
+CHUNK = Chunk(3 * SIZE)
+
+
+@pytest.mark.parametrize("position", range(4 * SIZE * 3))
+@pytest.mark.parametrize("size", [1, 3, SIZE, 10, 3 * SIZE])
+def test_what_the_next_token_sees_of_its_chunk_is_kept(size: int, position: int) -> None:
+    kv = make_kv(None, Chunk(size))
+    if position:
+        compute(kv, 0, range(position), chunk=1)
+    first_seen = position // size * size
+    assert kv.num_dropped[:, 0].tolist() == [0, first_seen // SIZE]
+    assert kv.num_held(np.asarray([0]))[0] == 2 * -(-position // SIZE) - first_seen // SIZE
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "blocks"),
+    [
+        # The chunks begin at tokens 0, 12, 24 and 36; the one of 24 to 35 is gone.
+        (24, (5, 2)),
+        (25, (6, 0)),
+        (28, (6, 0)),
+        (29, (6, 0)),
+        (36, (6, 0)),
+        (37, (9, 0)),
+        (40, (9, 0)),
+        (41, (10, 1)),
+        (48, (11, 2)),
+        (49, (12, 0)),
+    ],
+)
+def test_a_hit_needs_the_chunk_that_it_ends_in(num_tokens: int, blocks: tuple[int, int]) -> None:
+    kv = make_kv(None, CHUNK)
+    compute(kv, 0, range(48))
+    give_back(kv, 0)
+    for block_hash in make_hashes(range(60))[6:9]:
+        kv.pool.forget(kv.pool._by_hash[block_hash + b"\x01"][:])
+    num_blocks, needed = blocks
+    assert hit(kv, range(num_tokens)) == (num_blocks, [num_blocks, needed])
+
+
+def test_a_hit_in_chunks_that_begin_inside_a_block() -> None:
+    kv = make_kv(Chunk(10))
+    compute(kv, 0, range(48))
+    give_back(kv, 0)
+    # Tokens 12, 16, 20 and 24: their chunks begin at 10, 10, 20 and 20.
+    assert [hit(kv, range(n + 1))[1] for n in (12, 16, 20, 24)] == [[1], [2], [0], [1]]
+
+
+@pytest.mark.parametrize("windows", [(CHUNK,), (1,), (CHUNK, 1), (CHUNK, Chunk(SIZE))])
+def test_a_text_that_was_never_computed_is_no_hit(windows: tuple[Window, ...]) -> None:
+    kv = make_kv(*windows)
+    assert hit(kv, range(40)) == (0, [0] * len(windows))
+    compute(kv, 0, range(26))
+    assert hit(kv, range(40))[0] == 6
+
+
+def test_the_end_of_a_chunk_is_used_again_before_its_beginning() -> None:
+    kv = make_kv(CHUNK, num_blocks=8)
+    compute(kv, 0, range(16), chunk=4)
+    assert kv.num_dropped[0, 0] == 3 and kv.pool.num_free == 6
+    held = [kv.pool.pop_free() for _ in range(5)]  # three that never were used, then two
+    assert hit(kv, range(12)) == (1, [1])
+    assert kv.pool.num_cached == 1
+    kv.pool.check_integrity({block: 1 for block in (*held, *kv.held(0))})
+
+
+@pytest.mark.parametrize("window", [29, Chunk(29)], ids=window_name)
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("lengths", [(34, 5), (40, 35, 40), (34, 34, 34, 34)])
 @pytest.mark.parametrize("budget", [7, 20, 103])
 def test_prompts_that_take_each_others_blocks_all_end(
-    budget: int, lengths: tuple[int, ...], depth: int
+    budget: int, lengths: tuple[int, ...], depth: int, window: Window
 ) -> None:
     for block_size, state_places in ((1, 0), (1, 1), (4, 0), (4, 1)):
         scheduler = make_scheduler(
-            num_blocks=1 + blocks_of_context(50, block_size, (29,)),
+            num_blocks=1 + blocks_of_context(50, block_size, (window,)),
             block_size=block_size,
             max_num_seqs=4,
             max_model_len=50,
             max_num_batched_tokens=budget,
-            windows=(29,),
+            windows=(window,),
             state_places=state_places,
             caching=bool(state_places),
         )

@@ -27,7 +27,7 @@ from termgen.tui.dashboard.state.store import DashboardStore, DashboardView
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.palette import COLOUR_GLYPHS
 from termgen.tui.paint.spans import Row, row_text, row_width
-from termgen.vocabulary.cache_groups import CacheGroup
+from termgen.vocabulary.cache_groups import CacheGroup, Chunk
 from termgen.vocabulary.events import BlockState, EngineSnapshot, StateView
 
 
@@ -270,6 +270,17 @@ def test_without_room_for_several_maps_there_is_one() -> None:
     assert "layers" not in page and "◆" in page and "6 cached, 9 free" in page
     one = kv_page(view, cursor, 60, 20, COLOUR_GLYPHS, boxed=False, groups=GROUPS[1:])
     assert "layers" not in text(one), "all are of one kind"
+
+
+def test_a_chunk_is_a_kind_of_its_own() -> None:
+    groups = [CacheGroup.of(window, 5) for window in (None, 340, 340, Chunk(340), 340)]
+    store = DashboardStore(started_ns=NOW_NS)
+    store.set_snapshot(snapshot_of_groups())
+    page = text(
+        kv_page(store.view(NOW_NS), KvCursor(), 82, 40, COLOUR_GLYPHS, boxed=False, groups=groups)
+    )
+    assert "window 340 · 15 layers" in page
+    assert "chunk 340 · 5 layers · 10 in use, 39 cached" in page
 
 
 async def test_maps_of_kinds_fit_a_narrow_screen() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from termgen.vocabulary.cache_groups import blocks_of_context
+from termgen.vocabulary.cache_groups import Window, blocks_of_context, most_keys
 
 TYPICAL_CONTEXT = 16384
 """Tokens of the context for which groups are sized, where the model's own is not shorter."""
@@ -26,8 +26,8 @@ class CacheSpec:
 
     num_kv_heads: int
     head_dim: int
-    window: int | None
-    """How many of the last tokens later ones see; None: all."""
+    window: Window | None
+    """The part of a context that a token sees; None: all."""
 
     @property
     def numbers(self) -> int:
@@ -40,7 +40,7 @@ class CacheSpec:
 
     def within(self, max_model_len: int) -> CacheSpec:
         """The same for contexts of at most so many tokens, where a larger window hides nothing."""
-        sees_all = self.window is None or self.window >= max_model_len
+        sees_all = self.window is None or most_keys(self.window) >= max_model_len
         return CacheSpec(self.num_kv_heads, self.head_dim, None if sees_all else self.window)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from termgen.config import EngineConfig
 from termgen.errors import ConfigError, ModelError
-from termgen.vocabulary.cache_groups import blocks_of_context, longest_context
+from termgen.vocabulary.cache_groups import Window, blocks_of_context, longest_context
 from termgen.vocabulary.memory_ledger import GIB, MIB, MemoryLedger, size
 
 CPU_KV_BYTES = GIB
@@ -283,7 +283,7 @@ class MemoryAccount:
         max_model_len: int,
         kv_bytes: int,
         num_tensors: int,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[Window | None, ...] = (None,),
     ) -> int:
         """Number of KV blocks, the null block included. windows: of each group of
         layers, as in `DeviceInfo`.
@@ -330,7 +330,7 @@ class MemoryAccount:
         num_blocks: int,
         block_size: int,
         bytes_per_block: int,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[Window | None, ...] = (None,),
     ) -> int:
         """The context a KV cache of this size can hold for one request.
 
@@ -450,7 +450,7 @@ class MemoryAccount:
         )
 
 
-def _blocks_of(num_tokens: int, block_size: int, windows: tuple[int | None, ...]) -> int:
+def _blocks_of(num_tokens: int, block_size: int, windows: tuple[Window | None, ...]) -> int:
     """Blocks for one request of this length, and the null block."""
     return blocks_of_context(num_tokens - 1, block_size, windows) + 1
 

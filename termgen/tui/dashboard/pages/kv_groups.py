@@ -27,7 +27,7 @@ class Kind:
     """Layers that keep the same part of a context."""
 
     name: str
-    """Such as `full` or `window 1,024`."""
+    """Such as `full`, `window 1,024` or `chunk 8,192`."""
     num_layers: int
     groups: tuple[int, ...]
     """Their groups, as in `EngineSnapshot.block_groups`."""
@@ -39,13 +39,12 @@ class Kind:
 
 def kinds_of(groups: Sequence[CacheGroup], snapshot: EngineSnapshot) -> list[Kind]:
     """The kinds of layers, where a snapshot says whose each block is; none if there is but one."""
-    windows = list(dict.fromkeys(group.window for group in groups))
-    if len(windows) < 2 or len(snapshot.block_groups) != len(snapshot.block_states):
+    names = list(dict.fromkeys(group.name for group in groups))
+    if len(names) < 2 or len(snapshot.block_groups) != len(snapshot.block_states):
         return []
     kinds = []
-    for window in windows:
-        members = tuple(i for i, group in enumerate(groups) if group.window == window)
-        name = "full" if window is None else f"window {window:,}"
+    for name in names:
+        members = tuple(i for i, group in enumerate(groups) if group.name == name)
         kinds.append(Kind(name, sum(groups[i].num_layers for i in members), members))
     return kinds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from termgen.engine.device.config.cache_spec import CacheSpec, LayerGroup, group_layers
-from termgen.vocabulary.cache_groups import blocks_of_context
+from termgen.vocabulary.cache_groups import Chunk, blocks_of_context
 
 FULL, SHORT = CacheSpec(4, 64, None), CacheSpec(4, 64, 512)
 
@@ -27,6 +27,14 @@ def test_layers_of_one_kind_are_one_group() -> None:
 def test_a_window_as_long_as_the_context_is_none() -> None:
     assert groups_of(pattern(12, 6), 512) == (LayerGroup(FULL, tuple(range(12))),)
     assert len(groups_of(pattern(12, 6), 513)) > 1
+
+
+def test_a_chunk_as_long_as_the_context_is_none() -> None:
+    chunked = CacheSpec(4, 64, Chunk(512))
+    specs = [chunked, chunked, chunked, FULL] * 3
+    assert groups_of(specs, 512) == (LayerGroup(FULL, tuple(range(12))),)
+    groups = groups_of(specs, 8192)
+    assert {group.spec for group in groups} == {FULL, chunked} and groups[0].spec == FULL
 
 
 def test_kinds_that_keep_all_tokens_come_first() -> None:
