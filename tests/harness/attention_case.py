@@ -9,6 +9,7 @@ import torch
 from paged_model import CPU, BlockPool, Row, nan_cache
 
 from termgen.engine.device.attention.base import (
+    CHUNKS,
     SINKS,
     SOFTCAP,
     UNEQUAL_LAYERS,
@@ -19,6 +20,7 @@ from termgen.engine.device.attention.base import (
 from termgen.engine.device.attention.reference import paged_attention
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.kernels.kv_cache import fill_with_nan
+from termgen.vocabulary.cache_groups import Chunk, Window, first_key
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -39,7 +41,7 @@ class AttentionCase:
         device: torch.device = CPU,
         seed: int = 0,
         backend: type[AttentionBackend] = TorchReferenceAttention,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[Window | None, ...] = (None,),
         max_num_seqs: int | None = None,
         max_num_tokens: int | None = None,
         softcap: float | None = None,
@@ -57,6 +59,7 @@ class AttentionCase:
         needs = {SOFTCAP} if softcap is not None else set()
         needs |= {SINKS} if sinks is not None else set()
         needs |= {UNEQUAL_LAYERS} if num_parts > 1 else set()
+        needs |= {CHUNKS} if any(isinstance(window, Chunk) for window in windows) else set()
         num_blocks = 2 + sum(-(-(c + n) // block_size) for c, n in rows)
         self.pool = BlockPool(num_blocks, block_size, seed)
         self.metadata, _ = self.pool.metadata(self.rows, device)
@@ -103,27 +106,27 @@ class AttentionCase:
                 self.cache[block, offset, 0] = key[position]
                 self.cache[block, offset, 1] = value[position]
 
-    def give_up_unseen(self, window: int) -> None:
+    def give_up_unseen(self, window: Window) -> None:
         """Fill the blocks that no query of this step sees with NaN."""
         for row in self.rows:
-            num_unseen = max(0, row.computed - window + 1) // self.pool.block_size
+            num_unseen = first_key(row.computed, window) // self.pool.block_size
             for block in self.pool.tables[row.key][:num_unseen]:
                 fill_with_nan(self.cache, torch.tensor([block], device=self.cache.device))
 
     def run(
         self,
         *,
-        sliding_window: int | None = None,
+        window: Window | None = None,
     ) -> torch.Tensor:
         self.backend.prepare(self.metadata)
         return self.backend.forward(
             torch.cat(self.queries),
             self.cache,
             self.metadata,
-            AttentionForm(self.scale, sliding_window, self.softcap, self.sinks),
+            AttentionForm(self.scale, window, self.softcap, self.sinks),
         )
 
-    def expected(self, *, sliding_window: int | None = None) -> torch.Tensor:
+    def expected(self, *, window: Window | None = None) -> torch.Tensor:
         """The oracle: one request and one head at a time, in float64."""
         results = []
         for row, queries, keys, values in zip(
@@ -133,8 +136,11 @@ class AttentionCase:
             position = torch.arange(len(keys), device=keys.device)
             distance = position[row.computed :, None] - position  # [new tokens, keys]
             seen = distance >= 0
-            if sliding_window is not None:
-                seen &= distance < sliding_window
+            if isinstance(window, Chunk):
+                chunk = position // window.size
+                seen &= chunk[row.computed :, None] == chunk
+            elif window is not None:
+                seen &= distance < window
             out = torch.empty(queries.shape, dtype=torch.float64, device=queries.device)
             for head in range(queries.shape[1]):
                 k = keys[:, head // group_size].double()
@@ -150,7 +156,7 @@ class AttentionCase:
             results.append(out)
         return torch.cat(results)
 
-    def reference(self, *, sliding_window: int | None = None) -> torch.Tensor:
+    def reference(self, *, window: Window | None = None) -> torch.Tensor:
         """`expected` from the cache: the page that readers of attention begin with."""
         metadata = self.metadata
         return paged_attention(
@@ -160,15 +166,15 @@ class AttentionCase:
             metadata.seq_lens,
             metadata.query_start_loc,
             scale=self.scale,
-            sliding_window=sliding_window,
+            window=window,
             softcap=self.softcap,
             sinks=self.sinks,
         )
 
-    def check(self, *, sliding_window: int | None = None) -> None:
-        actual = self.run(sliding_window=sliding_window)
-        expected = self.expected(sliding_window=sliding_window)
-        torch.testing.assert_close(self.reference(sliding_window=sliding_window), expected)
+    def check(self, *, window: Window | None = None) -> None:
+        actual = self.run(window=window)
+        expected = self.expected(window=window)
+        torch.testing.assert_close(self.reference(window=window), expected)
         tolerance = TOLERANCE[actual.dtype]
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 

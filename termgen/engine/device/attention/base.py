@@ -13,9 +13,11 @@ from typing import Protocol
 import torch
 
 from termgen.engine.device.recurrent.base import RecurrentStep
+from termgen.vocabulary.cache_groups import Window
 
 SOFTCAP = "soft caps of scores"
 SINKS = "attention sinks"
+CHUNKS = "windows that are chunks"
 UNEQUAL_LAYERS = "layers of unequal sizes"
 
 
@@ -70,8 +72,8 @@ class AttentionForm:
 
     scale: float
     """Factor of the scores."""
-    sliding_window: int | None = None
-    """How many of the last tokens (itself included) a token sees; None: all."""
+    window: Window | None = None
+    """The part of a context that a token sees; None: all."""
     softcap: float | None = None
     """A scaled score s becomes softcap * tanh(s / softcap), before anything is masked."""
     sinks: torch.Tensor | None = None  # [num_heads] float32
@@ -96,8 +98,8 @@ class AttentionCapabilities:
     shares_plans: bool = False
     """True if `prepare` looks at no block table, so that once is enough for all groups."""
     features: frozenset[str] = frozenset()
-    """What it has of `SOFTCAP`, `SINKS` and `UNEQUAL_LAYERS`: of the last, that it reads a cache
-    whose blocks do not lie one behind the other."""
+    """What it has of `SOFTCAP`, `SINKS`, `CHUNKS` and `UNEQUAL_LAYERS`: of the last, that it reads
+    a cache whose blocks do not lie one behind the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +109,8 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    windows: tuple[int | None, ...]
-    """Every sliding window among the layers, None for full attention."""
+    windows: tuple[Window | None, ...]
+    """Every window among the layers, None for full attention."""
     block_size: int | None
     """None: the size that the backend prefers."""
     max_num_seqs: int

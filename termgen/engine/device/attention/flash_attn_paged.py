@@ -15,6 +15,7 @@ from termgen.engine.device.attention.base import (
     AttentionShape,
 )
 from termgen.errors import ConfigError
+from termgen.vocabulary.cache_groups import Chunk
 
 
 class FlashAttnAttention:
@@ -75,7 +76,8 @@ class FlashAttnAttention:
         num_decodes, num_rows = self._num_decodes, metadata.num_rows
         keys, values = kv_cache[:, :, 0], kv_cache[:, :, 1]
         # Both sides inclusive: a window of one is (0, 0).
-        window = (-1, -1) if form.sliding_window is None else (form.sliding_window - 1, 0)
+        assert not isinstance(form.window, Chunk), "not among its features"
+        window = (-1, -1) if form.window is None else (form.window - 1, 0)
         parts = []
         if num_decodes:
             decoded = self._decode(

@@ -20,6 +20,7 @@ from termgen.engine.device.attention.base import (
     AttentionShape,
 )
 from termgen.errors import ConfigError
+from termgen.vocabulary.cache_groups import Chunk
 
 if TYPE_CHECKING:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -87,11 +88,12 @@ class FlashInferAttention:
         assert self._prepared is metadata, "prepare was not called for this step"
         if out is None:
             out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        assert not isinstance(form.window, Chunk), "not among its features"
         pages = kv_cache.permute(0, 2, 3, 1, 4)  # [num_blocks, 2, num_kv_heads, block_size, dim]
         for kernels, part in self._parts.items():
             if part is None:
                 continue
-            wrapper = self._plan(kernels, part, form.scale, form.sliding_window)
+            wrapper = self._plan(kernels, part, form.scale, form.window)
             if isinstance(part.tokens, slice):
                 wrapper.run(q[part.tokens], pages, out=out[part.tokens])
             else:
@@ -138,6 +140,7 @@ class FlashInferAttention:
         try:
             for kernels in ("fa2", "auto"):
                 for window in windows.values():
+                    assert not isinstance(window, Chunk), "not among its features"
                     self._plan(kernels, part, self._shape.head_dim**-0.5, window)
         except torch.OutOfMemoryError:
             raise

@@ -14,6 +14,7 @@ from termgen.engine.device.attention.base import (
     kv_cache_view,
 )
 from termgen.engine.device.config.cache_spec import CacheSpec, LayerGroup
+from termgen.vocabulary.cache_groups import Window
 
 
 class GroupedAttention:
@@ -68,8 +69,8 @@ class GroupedAttention:
         return cls([backend] * len(groups), groups)
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Per group, how many of the last tokens it keeps; None: all."""
+    def windows(self) -> tuple[Window | None, ...]:
+        """Per group, the part of a context that it keeps; None: all."""
         return tuple(group.spec.window for group in self.groups)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from termgen.engine.device.attention.base import (
+    CHUNKS,
     SINKS,
     SOFTCAP,
     UNEQUAL_LAYERS,
@@ -16,6 +17,7 @@ from termgen.engine.device.attention.base import (
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.native.decode_attention import decode_kernel
 from termgen.engine.device.native.jit import LANES, threads_for
+from termgen.vocabulary.cache_groups import Chunk
 
 
 class NativeAttention:
@@ -28,7 +30,7 @@ class NativeAttention:
         dtypes=frozenset({torch.float32}),
         graph_modes=frozenset({"NONE"}),
         head_dims=frozenset(range(LANES, 513, LANES)),
-        features=frozenset({SOFTCAP, SINKS, UNEQUAL_LAYERS}),
+        features=frozenset({SOFTCAP, SINKS, CHUNKS, UNEQUAL_LAYERS}),
     )
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -59,7 +61,7 @@ class NativeAttention:
         q = q.contiguous()
         out = torch.empty_like(q) if out is None else out
         block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
-        num_items = metadata.num_rows * num_kv_heads
+        num_items, most = metadata.num_rows * num_kv_heads, max(metadata.max_seq_len, 1)
         num_bytes = 2 * metadata.num_rows * metadata.max_seq_len * q.shape[1] * head_dim * 4
         self._decode(
             q.data_ptr(),
@@ -72,7 +74,8 @@ class NativeAttention:
             metadata.block_table.stride(0),
             kv_cache.stride(0),
             metadata.max_seq_len,
-            form.sliding_window or metadata.max_seq_len,
+            most if isinstance(form.window, Chunk) else form.window or most,
+            form.window.size if isinstance(form.window, Chunk) else most,
             num_kv_heads,
             q.shape[1] // num_kv_heads,
             head_dim,

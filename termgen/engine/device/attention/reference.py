@@ -15,8 +15,9 @@ anywhere; its row of the block table names them in the order of the sequence:
 
     position p of row b  ->  kv_cache[block_table[b, p // block_size], p % block_size]
 
-A token sees itself and the tokens before it; under a sliding window of w, the last w of these. The
-query heads are in groups of equal size, each of which shares one key head.
+A token sees itself and the tokens before it; under a sliding window of w, the last w of these, and
+in chunks of c, those from the last multiple of c on. The query heads are in groups of equal size,
+each of which shares one key head.
 
 Two things are for the families that have them. A soft cap of c turns every score s into
 c * tanh(s / c). A sink is one more score for a head's softmax, which belongs to no token: it takes
@@ -30,6 +31,8 @@ from __future__ import annotations
 
 import torch
 
+from termgen.vocabulary.cache_groups import Chunk, Window
+
 
 def paged_attention(
     q: torch.Tensor,  # [T, num_heads, head_dim]
@@ -39,7 +42,7 @@ def paged_attention(
     query_start_loc: torch.Tensor,  # [B + 1]
     *,
     scale: float,
-    sliding_window: int | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads]
 ) -> torch.Tensor:  # [T, num_heads, head_dim] float64
@@ -50,7 +53,7 @@ def paged_attention(
             tokens = slice(starts[row], starts[row + 1])
             keys, values = gather(kv_cache, block_table[row], seq_len)
             scaled = q[tokens].double() * scale
-            out[tokens] = attend(scaled, keys, values, sliding_window, softcap, sinks)
+            out[tokens] = attend(scaled, keys, values, window, softcap, sinks)
     return out
 
 
@@ -69,7 +72,7 @@ def attend(
     q: torch.Tensor,  # [n, num_heads, head_dim]: the last n tokens of a sequence, scaled
     keys: torch.Tensor,  # [seq_len, num_kv_heads, head_dim]
     values: torch.Tensor,
-    sliding_window: int | None,
+    window: Window | None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads]
 ) -> torch.Tensor:  # [n, num_heads, head_dim]
@@ -79,8 +82,10 @@ def attend(
     key_position = torch.arange(len(keys), device=q.device)
     query_position = key_position[len(keys) - len(q) :, None]
     is_seen = key_position <= query_position  # [n, seq_len]
-    if sliding_window is not None:
-        is_seen &= key_position > query_position - sliding_window
+    if isinstance(window, Chunk):
+        is_seen &= key_position >= query_position - query_position % window.size
+    elif window is not None:
+        is_seen &= key_position > query_position - window
     scores = torch.einsum("qhd,khd->hqk", q, keys)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

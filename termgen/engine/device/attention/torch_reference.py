@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from termgen.engine.device.attention.base import (
+    CHUNKS,
     SINKS,
     SOFTCAP,
     UNEQUAL_LAYERS,
@@ -31,6 +32,7 @@ from termgen.engine.device.attention.base import (
     AttentionShape,
 )
 from termgen.engine.device.kernels.kv_cache import FP8, read_slots
+from termgen.vocabulary.cache_groups import Chunk, Window, most_keys
 
 _QUERY_TILE = 256
 """Queries of one row computed together: past this, causal tiles skip what cannot be seen."""
@@ -52,7 +54,7 @@ class TorchReferenceAttention:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         graph_modes=frozenset({"NONE", "PIECEWISE"}),
         kv_cache_dtypes=frozenset({FP8}),
-        features=frozenset({SOFTCAP, SINKS, UNEQUAL_LAYERS}),
+        features=frozenset({SOFTCAP, SINKS, CHUNKS, UNEQUAL_LAYERS}),
     )
 
     def __init__(self, shape: AttentionShape | None = None) -> None:
@@ -140,7 +142,7 @@ class _Group:
         tokens = first_token[:, None] + offsets
         self._query_index = torch.where(is_live, tokens, 0).flatten()
         self._output_index = torch.where(is_live, tokens, metadata.num_tokens).flatten()
-        self._views: dict[tuple[int | None, int], _View] = {}
+        self._views: dict[tuple[Window | None, int], _View] = {}
 
     def is_whole(self, num_tokens: int) -> bool:
         """True if the group's queries are the step's tokens, in order and without padding."""
@@ -169,7 +171,7 @@ class _Group:
         num_heads, head_dim = q.shape[1:]
         num_kv_heads = kv_cache.shape[3]
         group_size = num_heads // num_kv_heads
-        window = form.sliding_window
+        window = form.window
         view = self._views.get((window, group_size))
         if view is None:
             view = self._build_view(window, group_size, q.dtype)
@@ -192,12 +194,12 @@ class _Group:
         attended = attended.view(n, num_kv_heads, num_queries, group_size, head_dim)
         return attended.transpose(1, 2).reshape(n * num_queries, num_heads, head_dim)
 
-    def _build_view(self, window: int | None, group_size: int, dtype: torch.dtype) -> _View:
+    def _build_view(self, window: Window | None, group_size: int, dtype: torch.dtype) -> _View:
         metadata, positions = self._metadata, self._positions
         last = (self._seq_lens - 1).clamp_(min=0)  # [n]
         first = torch.zeros_like(last)
         if window is not None:
-            first = torch.minimum((self._first_position - (window - 1)).clamp_(min=0), last)
+            first = torch.minimum(_first_keys(self._first_position, window), last)
         num_keys = self._num_keys(first, window)
         keys = first[:, None] + torch.arange(num_keys, device=first.device)  # [n, num_keys]
         inside = torch.minimum(keys, last[:, None])
@@ -207,17 +209,25 @@ class _Group:
         key_slots = blocks * metadata.block_size + inside % metadata.block_size
         is_seen = keys[:, None] <= positions[:, :, None]  # [n, num_queries, num_keys]
         if window is not None:
-            is_seen &= keys[:, None] > positions[:, :, None] - window
+            is_seen &= keys[:, None] >= _first_keys(positions, window)[:, :, None]
         return _View(num_keys, key_slots.flatten(), _mask(is_seen, group_size, dtype))
 
-    def _num_keys(self, first: torch.Tensor, window: int | None) -> int:
+    def _num_keys(self, first: torch.Tensor, window: Window | None) -> int:
         """The most keys any item gathers: exact on the CPU, an upper bound elsewhere."""
         num_queries = self._batch.num_queries
         if first.device.type == "cpu":
             end = torch.minimum(self._first_position + num_queries, self._seq_lens)
             return max(1, int(np.max((end - first).numpy())))
         longest = self._metadata.max_seq_len
-        return longest if window is None else min(longest, window + num_queries - 1)
+        return longest if window is None else min(longest, most_keys(window) + num_queries - 1)
+
+
+def _first_keys(positions: torch.Tensor, window: Window) -> torch.Tensor:
+    """`first_key` of many positions; those of padding may lie before 0."""
+    if isinstance(window, Chunk):
+        positions = positions.clamp(min=0)
+        return positions - positions % window.size
+    return (positions - (window - 1)).clamp_(min=0)
 
 
 def _attend_step_by_step(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from termgen.engine.device.attention.base import (
+    CHUNKS,
     SINKS,
     SOFTCAP,
     UNEQUAL_LAYERS,
@@ -43,7 +44,7 @@ class TritonPagedAttention:
         preferred_block_size=64,  # a tile of keys lies within a block
         kv_cache_dtypes=frozenset({FP8}),
         shares_plans=True,
-        features=frozenset({SOFTCAP, SINKS, UNEQUAL_LAYERS}),
+        features=frozenset({SOFTCAP, SINKS, CHUNKS, UNEQUAL_LAYERS}),
     )
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -99,7 +100,7 @@ class TritonPagedAttention:
                     plan,
                     num_rows=self._decode_rows,
                     num_kv_heads=self._shape.num_kv_heads,
-                    sliding_window=window,
+                    window=window,
                 )
         self._plan_prefill(metadata)
         self._prepared = metadata.seq_lens  # which the groups of a step share
@@ -143,11 +144,11 @@ class TritonPagedAttention:
                 kv_cache,
                 metadata.block_table,
                 self._decode_lens,
-                self._decode_plans[form.sliding_window],
+                self._decode_plans[form.window],
                 self._workspace,
                 num_rows=self._decode_rows,
                 scale=form.scale,
-                sliding_window=form.sliding_window,
+                window=form.window,
                 softcap=form.softcap,
                 sinks=form.sinks,
                 out=out,
@@ -161,7 +162,7 @@ class TritonPagedAttention:
                 config=self._config,
                 num_tiles=self._tiles,
                 scale=form.scale,
-                sliding_window=form.sliding_window,
+                window=form.window,
                 softcap=form.softcap,
                 sinks=form.sinks,
                 out=out,

@@ -27,6 +27,7 @@ from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.mlp import GatedMLP, SparseMoe
 from termgen.engine.device.models.pieces import Carried
 from termgen.engine.device.recurrent.base import GatedDeltaNet
+from termgen.vocabulary.cache_groups import Window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,10 +60,10 @@ class DecoderLayer(nn.Module):
     place: Place
     """Set by the model, once it has made all layers."""
 
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
         super().__init__()
-        self.sliding_window = sliding_window
-        self.form = AttentionForm(config.attention_scale, sliding_window, config.attention_softcap)
+        self.window = window
+        self.form = AttentionForm(config.attention_scale, window, config.attention_softcap)
         self.head_dim = config.head_dim
         self._num_heads = config.num_heads
         self._ops = build.ops
@@ -217,7 +218,7 @@ class CausalDecoder(nn.Module):
         recurrent_layers = () if config.linear is None else config.linear.layers
         layers = [
             (self.recurrent_class if index in recurrent_layers else self.layer_class)(
-                config.of_layer(index), build, sliding_window=window
+                config.of_layer(index), build, window=window
             )
             for index, window in enumerate(config.layer_windows)
         ]

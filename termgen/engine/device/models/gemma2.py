@@ -12,6 +12,7 @@ from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import Build
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
+from termgen.vocabulary.cache_groups import Window
 
 
 class Gemma2Layer(DecoderLayer):
@@ -19,8 +20,8 @@ class Gemma2Layer(DecoderLayer):
 
     norm_offset = 1.0
 
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
-        super().__init__(config, build, sliding_window=sliding_window)
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
+        super().__init__(config, build, window=window)
         self.post_attention_norm, self.post_mlp_norm = (
             self.make_norm(config, build, config.post_norm_eps) for _ in range(2)
         )

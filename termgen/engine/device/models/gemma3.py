@@ -11,11 +11,12 @@ from termgen.engine.device.layers.linear import Build
 from termgen.engine.device.layers.norm import HeadNorm
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.gemma2 import Gemma2ForCausalLM, Gemma2Layer
+from termgen.vocabulary.cache_groups import Window
 
 
 class Gemma3Layer(Gemma2Layer):
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
-        super().__init__(config, build, sliding_window=sliding_window)
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
+        super().__init__(config, build, window=window)
         self.qk_norm = HeadNorm(config, build, self.norm_offset)
 
     def qk_norm_weight(self) -> torch.Tensor:

@@ -28,6 +28,7 @@ from termgen.engine.device.models.layer_inputs import LayerWithInput, ModelWithI
 from termgen.engine.device.models.mlp import GatedMLP
 from termgen.engine.device.models.pieces import Carried
 from termgen.engine.device.recurrent.base import GatedDeltaNet
+from termgen.vocabulary.cache_groups import Window
 
 _LEAST_SQUARE = 1e-5
 """A stream whose mean square is less counts as having this much, when it is scaled."""
@@ -37,8 +38,8 @@ class Gemma3nLayer(LayerWithInput):
     following: Callable[[Carried], torch.Tensor]
     """Makes the input of the next layer, or what follows the last one. Set by the model."""
 
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
-        super().__init__(config, build, sliding_window=sliding_window)
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
+        super().__init__(config, build, window=window)
         assert config.streams is not None
         hidden, rank = config.hidden_size, config.streams.laurel_rank
         self.altup = AltUp(config, config.streams, build)

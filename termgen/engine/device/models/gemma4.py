@@ -23,14 +23,15 @@ from termgen.engine.device.models.decoder import DecoderLayer
 from termgen.engine.device.models.layer_inputs import LayerWithInput, ModelWithInputs
 from termgen.engine.device.models.mlp import SparseMoe, stack_slot
 from termgen.engine.device.models.pieces import Carried
+from termgen.vocabulary.cache_groups import Window
 
 
 class Gemma4Layer(LayerWithInput):
     scale: float
     """The value of `layer_scalar`, once that is loaded."""
 
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
-        super().__init__(config, build, sliding_window=sliding_window)
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
+        super().__init__(config, build, window=window)
         self.layer_scalar = build.parameter(1)
         self.experts: Gemma4Experts | None = None
         if config.moe is not None:

@@ -14,6 +14,7 @@ from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter, parameter_slot
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 from termgen.engine.device.models.mlp import Matrices, SparseMoe
+from termgen.vocabulary.cache_groups import Window
 
 
 class GptOssMoe(SparseMoe):
@@ -74,8 +75,8 @@ def _bias_slot(
 class GptOssLayer(DecoderLayer):
     norms_in_float32 = True
 
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
-        super().__init__(config, build, sliding_window=sliding_window)
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
+        super().__init__(config, build, window=window)
         self.sinks = empty_parameter(config.num_heads, dtype=torch.float32, device=build.device)
         self.form = replace(self.form, sinks=self.sinks)
 

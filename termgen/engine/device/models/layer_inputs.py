@@ -25,6 +25,7 @@ from termgen.engine.device.models.gemma2 import Gemma2ForCausalLM, Gemma2Layer
 from termgen.engine.device.models.mlp import GatedMLP
 from termgen.engine.device.models.pieces import Carried
 from termgen.engine.device.recurrent.base import GatedDeltaNet
+from termgen.vocabulary.cache_groups import Window
 
 
 class LayerWithInput(Gemma2Layer):
@@ -33,8 +34,8 @@ class LayerWithInput(Gemma2Layer):
     number: int
     """The layer's number in its model."""
 
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
-        super().__init__(config, build, sliding_window=sliding_window)
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
+        super().__init__(config, build, window=window)
         self.qk_norm = HeadNorm(config, build, in_float32=True, has_values=True)
         self._activation = config.hidden_act
         if (inputs := config.per_layer_inputs) is not None:

@@ -17,6 +17,7 @@ from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 from termgen.engine.device.models.gemma2 import Gemma2Layer
 from termgen.engine.device.models.pieces import Carried
 from termgen.engine.device.recurrent.base import GatedDeltaNet
+from termgen.vocabulary.cache_groups import Window
 
 
 class MuseGlimmerLayer(Gemma2Layer):
@@ -25,8 +26,8 @@ class MuseGlimmerLayer(Gemma2Layer):
 
     ones: torch.Tensor  # [num_heads + num_kv_heads, head_dim]
 
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
-        super().__init__(config, build, sliding_window=sliding_window)
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
+        super().__init__(config, build, window=window)
         size = config.num_heads * config.head_dim
         self.gate_proj = Linear(config.hidden_size, {"gate_proj": size}, bias=False, build=build)
         heads = config.num_heads + config.num_kv_heads

@@ -24,6 +24,7 @@ from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 from termgen.engine.device.models.mlp import GatedMLP, SparseMoe
 from termgen.engine.device.models.pieces import Carried
 from termgen.engine.device.recurrent.base import GatedDeltaWeights
+from termgen.vocabulary.cache_groups import Window
 
 
 class SharedExpertMoe(SparseMoe):
@@ -69,8 +70,8 @@ class Qwen3_5Layer(_Layer):
     the last rows of the fused projection.
     """
 
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
-        super().__init__(config, build, sliding_window=sliding_window)
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
+        super().__init__(config, build, window=window)
         self.qk_norm = HeadNorm(config, build, offset=self.norm_offset)
         self._head_dim = config.head_dim
         q_size = config.num_heads * config.head_dim
@@ -126,8 +127,8 @@ class Qwen3_5DeltaLayer(_Layer):
     """A gated delta net in the place of attention. It processes all tokens: later ones depend on
     the state that each leaves."""
 
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
-        super().__init__(config, build, sliding_window=sliding_window)
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
+        super().__init__(config, build, window=window)
         linear = config.linear
         assert linear is not None
         heads, channels = linear.num_v_heads, linear.num_channels

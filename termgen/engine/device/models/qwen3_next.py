@@ -11,14 +11,15 @@ from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import Build
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.qwen3_5 import Qwen3_5DeltaLayer, Qwen3_5ForCausalLM
+from termgen.vocabulary.cache_groups import Window
 
 
 class Qwen3NextDeltaLayer(Qwen3_5DeltaLayer):
     """Its projection has the rows in the order of Qwen3.5: all of q, of k, of v, of the output's
     gate, and of the two gates of the state."""
 
-    def __init__(self, config: ModelConfig, build: Build, *, sliding_window: int | None) -> None:
-        super().__init__(config, build, sliding_window=sliding_window)
+    def __init__(self, config: ModelConfig, build: Build, *, window: Window | None) -> None:
+        super().__init__(config, build, window=window)
         linear = config.linear
         assert linear is not None
         per_k_head = linear.num_v_heads // linear.num_k_heads

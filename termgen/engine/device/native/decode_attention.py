@@ -29,18 +29,19 @@ from termgen.engine.device.native.jit import (
 @functools.cache
 def decode_kernel() -> Kernel:
     """decode(q, kv_cache, out, block_table, seq_lens, scores, sinks, table_stride, block_stride,
-    most_keys, window, num_kv_heads, group_size, head_dim, block_size, has_sinks, scale, softcap,
-    num_items, threads), compiled for this machine. An item is a row's key head with its group of
-    query heads; block_stride: floats from one block to the next; scores: memory for most_keys
-    floats for every item; softcap: 0 for none."""
-    arguments = (*[POINTER] * 7, *[INT64] * 9, FLOAT, FLOAT)
+    most_keys, window, chunk, num_kv_heads, group_size, head_dim, block_size, has_sinks, scale,
+    softcap, num_items, threads), compiled for this machine. An item is a row's key head with its
+    group of query heads; block_stride: floats from one block to the next; scores: memory for
+    most_keys floats for every item; window and chunk: at least most_keys for none; softcap: 0 for
+    none."""
+    arguments = (*[POINTER] * 7, *[INT64] * 10, FLOAT, FLOAT)
     definitions = {"decode": Definition(arguments, _emit_decode)}
     return compile_kernels(definitions, key="decode_attention")["decode"]
 
 
 def _emit_decode(e: Emitter, arguments: Sequence[Value], first: Value, end: Value) -> None:
     q, cache, out, block_table, seq_lens, scores, sinks, *sizes, scale, softcap = arguments
-    table_stride, block_stride, most_keys, window, num_kv_heads, *sizes = sizes
+    table_stride, block_stride, most_keys, window, chunk, num_kv_heads, *sizes = sizes
     group_size, head_dim, block_size, has_sinks = sizes
     block_bytes = e.times(block_stride, FLOAT_BYTES)
     is_capped = e.fcmp_ordered(">", softcap, FLOAT(0.0))
@@ -50,8 +51,7 @@ def _emit_decode(e: Emitter, arguments: Sequence[Value], first: Value, end: Valu
     with e.loop(first, end) as item:
         row, kv_head = e.udiv(item, num_kv_heads), e.urem(item, num_kv_heads)
         length = e.zext(e.read(INT32, seq_lens, e.times(row, 4)), INT64)
-        is_cut = e.icmp_unsigned(">", length, window)
-        start = e.select(is_cut, e.sub(length, window), e.number(0))
+        start = _emit_first_key(e, length, window, chunk)
         table = e.move(block_table, e.times(row, table_stride, 4))
         heads = e.move(cache, e.times(kv_head, head_bytes))
         weights = e.move(scores, e.times(item, most_keys, FLOAT_BYTES))
@@ -79,6 +79,17 @@ def _emit_decode(e: Emitter, arguments: Sequence[Value], first: Value, end: Valu
                 weight = _exponential(e, e.fsub(e.load(sink), e.load(most)))
                 e.store(e.fadd(e.load(total), weight), total)
             _emit_mean(e, key, weights, start, length, kv_bytes, head_bytes, target, e.load(total))
+
+
+def _emit_first_key(e: Emitter, length: Value, window: Value, chunk: Value) -> Value:
+    """The first key that the last token of a sequence sees; 0 for a row without tokens."""
+    none = e.number(0)
+    is_cut = e.icmp_unsigned(">", length, window)
+    in_window = e.select(is_cut, e.sub(length, window), none)
+    last = e.sub(length, e.number(1))
+    in_chunk = e.sub(last, e.urem(last, chunk))
+    in_chunk = e.select(e.icmp_unsigned(">", length, none), in_chunk, none)
+    return e.select(e.icmp_unsigned(">", in_chunk, in_window), in_chunk, in_window)
 
 
 def _emit_scores(

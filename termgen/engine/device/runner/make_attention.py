@@ -6,6 +6,7 @@ import torch
 
 from termgen.config import EngineConfig
 from termgen.engine.device.attention.base import (
+    CHUNKS,
     SINKS,
     SOFTCAP,
     UNEQUAL_LAYERS,
@@ -17,6 +18,7 @@ from termgen.engine.device.config.cache_spec import group_layers
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 from termgen.engine.device.runner import resolve
+from termgen.vocabulary.cache_groups import Chunk, Window
 
 
 def make_attention(
@@ -47,7 +49,7 @@ def attention_shapes(
     device: torch.device,
 ) -> list[AttentionShape]:
     """One for each number and size of key heads among the layers."""
-    windows: dict[tuple[int, int], dict[int | None, None]] = {}
+    windows: dict[tuple[int, int], dict[Window | None, None]] = {}
     for spec in model.layer_caches:
         if spec is not None:
             windows.setdefault(spec.heads, {})[spec.window] = None
@@ -75,6 +77,7 @@ def attention_needs(config: ModelConfig) -> frozenset[str]:
     needs = {
         SOFTCAP: config.attention_softcap is not None,
         SINKS: config.has_sinks,
+        CHUNKS: any(isinstance(window, Chunk) for window in config.layer_windows),
         UNEQUAL_LAYERS: len(sizes) > 1,
     }
     return frozenset(name for name, is_needed in needs.items() if is_needed)

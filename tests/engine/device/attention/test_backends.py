@@ -14,7 +14,12 @@ import triton_device
 from attention_case import TOLERANCE, AttentionCase, random_rows
 
 from termgen.config import ATTENTION_BACKENDS
-from termgen.engine.device.attention.base import UNEQUAL_LAYERS, AttentionBackend, AttentionForm
+from termgen.engine.device.attention.base import (
+    CHUNKS,
+    UNEQUAL_LAYERS,
+    AttentionBackend,
+    AttentionForm,
+)
 from termgen.engine.device.attention.registry import (
     BACKENDS,
     EXTRAS,
@@ -23,9 +28,11 @@ from termgen.engine.device.attention.registry import (
     why_not,
 )
 from termgen.errors import ConfigError
+from termgen.vocabulary.cache_groups import Chunk, Window, window_name
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WINDOWS = (None, 1, 3, 5, 16, 17)
+CHUNKED = (*WINDOWS, Chunk(7), Chunk(16))
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,9 @@ def where_optional(name: str, device: torch.device, monkeypatch: pytest.MonkeyPa
 
 
 def make_case(where: Where, rows: list[tuple[int, int]], **sizes: object) -> AttentionCase:
+    has_chunks = CHUNKS in where.backend.capabilities.features
     usual = {
-        "windows": WINDOWS,
+        "windows": CHUNKED if has_chunks else WINDOWS,
         "dtype": where.dtypes[0],
         "head_dim": where.head_dims[0],
         "block_size": where.block_sizes[0],
@@ -107,7 +115,7 @@ def test_random_ragged_batches_match_the_oracle(seed: int, where: Where) -> None
         block_size=block_size,
         seed=seed,
     )
-    case.check(sliding_window=rng.choice(WINDOWS))
+    case.check(window=rng.choice(case.shape.windows))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -117,7 +125,7 @@ def test_half_types(dtype: torch.dtype, where: Where) -> None:
     rows = [(15, 1), (16, 1), (17, 1), (0, 9), (16, 5)]
     case = make_case(where, rows, num_heads=6, dtype=dtype)
     case.check()
-    case.check(sliding_window=5)
+    case.check(window=5)
 
 
 def test_a_layer_may_have_a_part_of_every_page(where: Where) -> None:
@@ -129,7 +137,7 @@ def test_a_layer_may_have_a_part_of_every_page(where: Where) -> None:
         case = make_case(where, rows, num_heads=6, num_parts=3, part=part, block_size=16)
         assert not case.cache.is_contiguous()
         case.check()
-        case.check(sliding_window=5)
+        case.check(window=5)
 
 
 def test_a_backend_has_to_run_every_shape_of_a_model() -> None:
@@ -165,7 +173,7 @@ def test_an_fp8_cache(dtype: torch.dtype, head_dim: int, where: Where) -> None:
     case = make_case(where, rows, dtype=dtype, kv_cache_dtype=FP8, **sizes)
     assert case.cache.dtype == FP8
     case.check()
-    case.check(sliding_window=5)
+    case.check(window=5)
 
 
 @with_fp8
@@ -175,7 +183,7 @@ def test_an_fp8_cache_with_soft_caps_and_sinks(where: Where) -> None:
         sizes = {"num_heads": 6, "block_size": 16, "scale": 1.0, "dtype": dtype}
         case = make_case(where, rows, kv_cache_dtype=FP8, **sizes, **FORMS["both"])
         case.check()
-        case.check(sliding_window=16)
+        case.check(window=16)
 
 
 @with_fp8
@@ -216,7 +224,7 @@ def test_soft_caps_and_sinks(form: str, group: int, where: Where) -> None:
         for some in (rows, [row for row in rows if row[1] == 1]):
             case = make_case(where, some, **sizes, **FORMS[form])
             for window in (None, 1, 16, 17) if group > 1 else (17,):
-                case.check(sliding_window=window)
+                case.check(window=window)
         plain = make_case(where, some, **sizes).run()
         assert (plain - case.run()).abs().max() > 0.1, "changes nothing"
 
@@ -229,17 +237,17 @@ def test_large_heads(head_dim: int, where: Where) -> None:
         for some in (rows, rows[:3]):
             case = make_case(where, some, head_dim=head_dim, dtype=dtype, **FORMS["softcap"])
             case.check()
-            case.check(sliding_window=17)
+            case.check(window=17)
 
 
 @on_all
 def test_a_sink_beside_one_visible_key(where: Where) -> None:
     """A weight is known then: a score of s gets 1 / (1 + exp(sink - s)) of its value."""
     sinks = (-1.0, 0.0, 2.0, 100.0)
-    make_case(where, [(0, 1), (20, 1), (0, 3)], sinks=sinks).check(sliding_window=1)
+    make_case(where, [(0, 1), (20, 1), (0, 3)], sinks=sinks).check(window=1)
     case = make_case(where, [(0, 1), (20, 1)], sinks=sinks)
-    case.check(sliding_window=1)
-    first = case.run(sliding_window=1)[0].double()
+    case.check(window=1)
+    first = case.run(window=1)[0].double()
     q, key, value = (x[0].double() for x in (case.queries[0], case.keys[0], case.values[0]))
     for head, sink in enumerate(sinks):
         score = (q[head] @ key[head // 2]).item() * case.scale
@@ -255,7 +263,7 @@ def test_padded_rows_have_no_sink(where: Where) -> None:
         case.metadata.slot_mapping[row] = 0
         case.metadata.block_table[row] = 2**30
     for window in (None, 3):
-        actual, expected = case.run(sliding_window=window), case.expected(sliding_window=window)
+        actual, expected = case.run(window=window), case.expected(window=window)
         real = [0, *range(2, 8)]
         torch.testing.assert_close(actual[real].double(), expected[real], atol=2e-5, rtol=2e-5)
         assert not actual.isnan().any()
@@ -263,20 +271,60 @@ def test_padded_rows_have_no_sink(where: Where) -> None:
 
 @on_all
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("window", [17, 64])
+@pytest.mark.parametrize("window", [17, 64, Chunk(64), Chunk(40)], ids=window_name)
 @pytest.mark.parametrize("rows", [[(63, 1), (300, 1), (129, 1)], [(300, 1), (140, 9), (3, 200)]])
 def test_blocks_before_the_window_are_not_read(
-    rows: list[tuple[int, int]], window: int, dtype: torch.dtype, where: Where
+    rows: list[tuple[int, int]], window: Window, dtype: torch.dtype, where: Where
 ) -> None:
     if dtype not in where.dtypes:
         pytest.skip(f"{where.backend.name} is not asked for {dtype} on {where.device}")
     for block_size in (16, 64):
         sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": block_size}
         case = make_case(where, rows, dtype=dtype, windows=(window,), **sizes)
-        case.check(sliding_window=window)
-        before = case.run(sliding_window=window)
+        case.check(window=window)
+        before = case.run(window=window)
         case.give_up_unseen(window)
-        assert torch.equal(case.run(sliding_window=window), before)
+        assert torch.equal(case.run(window=window), before)
+
+
+@on_all
+@pytest.mark.parametrize(
+    ("size", "block_size"), [(1, 4), (7, 4), (16, 4), (16, 64), (64, 64), (1000, 64)]
+)
+def test_chunks(size: int, block_size: int, where: Where) -> None:
+    """Queries on, before and after a chunk's edge; prompts that end in the middle of one and that
+    go over several, in a mixed step and in one of decodes."""
+    chunk = Chunk(size)
+    rows = [(0, 1), (15, 1), (16, 1), (63, 1), (64, 1), (130, 1)]
+    rows += [(0, 4), (0, 9), (16, 5), (3, 70), (60, 10), (64, 70), (31, 2)]
+    for dtype in where.dtypes:
+        for some in (rows, rows[:6]):
+            sizes = {"windows": (chunk,), "block_size": block_size, "dtype": dtype}
+            make_case(where, some, **sizes, num_heads=6).check(window=chunk)
+        make_case(where, rows, **sizes, num_heads=6, **FORMS["both"]).check(window=chunk)
+
+
+@on_all
+def test_padded_rows_see_no_chunk(where: Where) -> None:
+    case = make_case(where, [(9, 1), (20, 1), (0, 1), (3, 6), (0, 2)])
+    for row in (2, 4):
+        case.metadata.seq_lens[row] = 0
+        case.metadata.slot_mapping[row] = 0
+        case.metadata.block_table[row] = 2**30
+    actual, expected = case.run(window=Chunk(7)), case.expected(window=Chunk(7))
+    real = [0, 1, *range(3, 9)]
+    torch.testing.assert_close(actual[real].double(), expected[real], atol=2e-5, rtol=2e-5)
+    assert not actual.isnan().any()
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_packages_without_chunks_say_so(name: str) -> None:
+    shape = AttentionCase([(0, 1)], windows=(None, Chunk(64))).shape
+    shape = replace(shape, device=CUDA, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
+    missing = "windows that are chunks are not supported"
+    with pytest.raises(ConfigError, match=f"attention_backend {name}: {missing}") as error:
+        make_backends(name, [replace(shape, block_size=256)])
+    assert error.value.param == "attention_backend"
 
 
 @pytest.mark.parametrize("name", EXTRAS)
@@ -301,9 +349,9 @@ def test_padded_rows_see_nothing_and_spoil_nothing(with_prefill: bool, where: Wh
     case.metadata.seq_lens[2] = 0
     case.metadata.slot_mapping[2] = 0
     case.metadata.block_table[2] = 2**30
-    for sliding_window in (None, 3):
-        actual = case.run(sliding_window=sliding_window)
-        expected = case.expected(sliding_window=sliding_window)
+    for window in (None, 3):
+        actual = case.run(window=window)
+        expected = case.expected(window=window)
         others = [token for token in range(actual.shape[0]) if token != 2]
         tolerance = TOLERANCE[where.dtypes[0]]
         torch.testing.assert_close(
@@ -339,9 +387,9 @@ def test_a_step_whose_split_only_the_device_knows(num_decodes: int, where: Where
     )
     case.queries.append(torch.full_like(case.queries[0][:1], 3.0).repeat(7, 1, 1))
     assert num_rows < padded_rows
-    for sliding_window in (None, 5):
-        actual = case.run(sliding_window=sliding_window)[:total]
-        expected = case.expected(sliding_window=sliding_window)
+    for window in (window for window in (None, 5, Chunk(7)) if window in case.shape.windows):
+        actual = case.run(window=window)[:total]
+        expected = case.expected(window=window)
         tolerance = TOLERANCE[where.dtypes[0]]
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -355,9 +403,9 @@ def test_a_step_of_padding_alone(where: Where) -> None:
 
 def test_one_backend_serves_step_after_step(where: Where) -> None:
     case = make_case(where, [(33, 1), (2, 1), (0, 40), (7, 3)])
-    first = case.run(sliding_window=None)
-    case.run(sliding_window=3)
-    assert torch.equal(case.run(sliding_window=None), first)
+    first = case.run(window=None)
+    case.run(window=3)
+    assert torch.equal(case.run(window=None), first)
 
 
 @pytest.mark.parametrize("rows", [[(0, 7)], [(3, 1), (20, 1), (5, 9)]])
@@ -384,13 +432,14 @@ def test_a_recording_follows_the_lengths(num_decodes: int, where: Where) -> None
     case = make_case(where, rows)
     metadata = case.metadata
     full = metadata.seq_lens.clone()
-    expected = {window: case.expected(sliding_window=window) for window in (None, 17)}
+    windows = [window for window in (None, 17, Chunk(16)) if window in case.shape.windows]
+    expected = {window: case.expected(window=window) for window in windows}
     for window in expected:
         metadata.seq_lens.copy_(metadata.query_start_loc.diff())  # no context yet
-        case.run(sliding_window=window)  # compiles, which cannot be recorded
+        case.run(window=window)  # compiles, which cannot be recorded
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            actual = case.run(sliding_window=window)
+            actual = case.run(window=window)
         metadata.seq_lens.copy_(full)
         graph.replay()
         tolerance = TOLERANCE[where.dtypes[0]]

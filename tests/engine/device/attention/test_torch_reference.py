@@ -20,7 +20,7 @@ def test_tiles_and_split_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch_reference, "_WORTH_A_GROUP", 10)
     case = AttentionCase(rows, num_heads=6)
     case.check()
-    case.check(sliding_window=6)
+    case.check(window=6)
 
 
 def test_lengths_far_apart_are_computed_apart() -> None:
@@ -31,17 +31,17 @@ def test_lengths_far_apart_are_computed_apart() -> None:
     case.check()
 
 
-@pytest.mark.parametrize("sliding_window", [None, 4])
+@pytest.mark.parametrize("window", [None, 4])
 def test_batches_made_without_looking_at_the_device_are_the_same(
-    monkeypatch: pytest.MonkeyPatch, sliding_window: int | None
+    monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
     case = AttentionCase([(15, 1), (3, 1), (40, 1), (0, 20), (16, 2), (4, 9)])
-    expected = case.run(sliding_window=sliding_window)
+    expected = case.run(window=window)
     monkeypatch.setattr(torch_reference, "_QUERY_TILE", 8)
     monkeypatch.setattr(
         torch_reference, "_batches_from_lengths", torch_reference._batches_from_bounds
     )
-    torch.testing.assert_close(case.run(sliding_window=sliding_window), expected)
+    torch.testing.assert_close(case.run(window=window), expected)
 
 
 def test_forward_needs_prepare_for_this_very_step() -> None:

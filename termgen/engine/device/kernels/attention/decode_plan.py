@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from termgen.engine.device.kernels.attention.window import first_key, window_constant
 from termgen.engine.device.kernels.launch import next_power_of_2, num_sms
+from termgen.vocabulary.cache_groups import Window
 
 _PLAN_PROGRAMS = 16
 """Entries of the plan that one program of the planning kernel writes."""
@@ -71,8 +73,8 @@ def _plan_kernel(
     rows = tl.arange(0, BLOCK_ROWS)
     num_keys = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
     tiles = (num_keys + TILE - 1) // TILE
-    if WINDOW > 0:
-        tiles -= tl.maximum(num_keys - WINDOW, 0) // TILE
+    if WINDOW != 0:
+        tiles -= first_key(num_keys - 1, WINDOW) // TILE
     total = tl.sum(tiles, axis=0) * NUM_KV_HEADS
     even = tl.maximum((total + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
 
@@ -151,7 +153,7 @@ def plan_decode(
     *,
     num_rows: int,
     num_kv_heads: int,
-    sliding_window: int | None = None,
+    window: Window | None = None,
 ) -> None:
     """Divide the step's tiles among the programs; once per step for all layers of one window."""
     config = workspace.config
@@ -164,7 +166,7 @@ def plan_decode(
         NUM_KV_HEADS=num_kv_heads,
         TILE=config.tile,
         MIN_TILES=config.min_tiles,
-        WINDOW=sliding_window or 0,
+        WINDOW=window_constant(window),
         CANDIDATES=_CANDIDATES,
         BLOCK_ROWS=max(_PLAN_ROWS, next_power_of_2(num_rows)),
         BLOCK_PROGRAMS=_PLAN_PROGRAMS,

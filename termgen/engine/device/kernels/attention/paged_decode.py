@@ -24,8 +24,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.attention.decode_plan import DecodeWorkspace
+from termgen.engine.device.kernels.attention.window import first_key, window_constant
 from termgen.engine.device.kernels.kv_cache import cache_constants
 from termgen.engine.device.kernels.launch import ask_l2, dot_precision, next_power_of_2, pdl_options
+from termgen.vocabulary.cache_groups import Window
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MMA_ROWS = 16
@@ -61,16 +63,16 @@ def cap_scale(scale: float, softcap: float | None) -> tuple[float, float]:
 def ask_for_keys(
     head_ptr,
     table_ptr,
-    first_key,
+    begin,
     end_key,
     BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Asks the L2 cache for a head's keys and values from first_key to end_key, blocks whole."""
-    blocks = first_key // BLOCK_SIZE + tl.arange(0, THREADS)
-    asks = (blocks * BLOCK_SIZE < end_key) & (first_key < end_key)
+    """Asks the L2 cache for a head's keys and values from begin to end_key, blocks whole."""
+    blocks = begin // BLOCK_SIZE + tl.arange(0, THREADS)
+    asks = (blocks * BLOCK_SIZE < end_key) & (begin < end_key)
     ids = tl.load(table_ptr + blocks, mask=asks, other=0)
     ITEM_BYTES: tl.constexpr = head_ptr.dtype.element_ty.primitive_bitwidth // 8
     address = head_ptr.to(tl.int64) + ids.to(tl.int64) * (BLOCK_STRIDE * ITEM_BYTES)
@@ -82,7 +84,7 @@ def attend_run(
     q,
     head_ptr,
     table,
-    first_key,
+    begin,
     run,
     seq_len,
     scale,
@@ -99,23 +101,25 @@ def attend_run(
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """`run` tiles of one (row, head) from `first_key`: sums that are not yet divided, [M, D], and
+    """`run` tiles of one (row, head) from key `begin`: sums that are not yet divided, [M, D], and
     of each query the largest score and the sum of the weights, [M]."""
     dims = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, TILE)
     head_base = head_ptr + dims[None, :]
+    if WINDOW != 0:
+        first_seen = first_key(seq_len - 1, WINDOW)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
     # Block ids are fetched one tile ahead of the keys that they lead to, or they would halve the
     # depth of the pipeline. Nothing outside the sequence is ever read.
     if IS_WITHIN_BLOCK:
-        block = tl.load(table + first_key // BLOCK_SIZE)
+        block = tl.load(table + begin // BLOCK_SIZE)
     else:
-        place = tl.minimum(first_key + keys, seq_len - 1)
+        place = tl.minimum(begin + keys, seq_len - 1)
         block = tl.load(table + place // BLOCK_SIZE)
     for step in tl.range(0, run, num_stages=NUM_STAGES):
-        here = first_key + step * TILE
+        here = begin + step * TILE
         key = here + keys
         if IS_WITHIN_BLOCK:
             base = block.to(tl.int64) * BLOCK_STRIDE + here % BLOCK_SIZE * TOKEN_STRIDE
@@ -127,8 +131,8 @@ def attend_run(
             place = tl.minimum(key + TILE, seq_len - 1)
             block = tl.load(table + place // BLOCK_SIZE)
         inside = (key < seq_len)[:, None]
-        if WINDOW > 0:  # the blocks before it are given up, and 0 * NaN is not 0
-            inside = inside & (key >= seq_len - WINDOW)[:, None]
+        if WINDOW != 0:  # the blocks before it are given up, and 0 * NaN is not 0
+            inside = inside & (key >= first_seen)[:, None]
         if BLOCK_D > HEAD_DIM:
             inside = inside & (dims < HEAD_DIM)[None, :]
         k = tl.load(at, mask=inside, other=0.0).to(q.dtype)  # from an 8-bit cache; else nothing
@@ -136,8 +140,8 @@ def attend_run(
         if SOFTCAP > 0:
             scores = capped(scores, SOFTCAP)
         is_seen = key < seq_len
-        if WINDOW > 0:
-            is_seen = is_seen & (key >= seq_len - WINDOW)
+        if WINDOW != 0:
+            is_seen = is_seen & (key >= first_seen)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -288,8 +292,8 @@ def _paged_decode_kernel(
     if USE_PDL:
         if PREFETCH_TILES > 0:
             first = tile
-            if WINDOW > 0:
-                first += tl.maximum(seq_len - WINDOW, 0) // TILE
+            if WINDOW != 0:
+                first += first_key(seq_len - 1, WINDOW) // TILE
             keys_ahead = tl.minimum(num_tiles, PREFETCH_TILES) * TILE
             ask_for_keys(
                 cache_ptr + kv_head * HEAD_STRIDE,
@@ -306,8 +310,8 @@ def _paged_decode_kernel(
     done = 0
     while done < num_tiles:
         first_tile = 0
-        if WINDOW > 0:
-            first_tile = tl.maximum(seq_len - WINDOW, 0) // TILE
+        if WINDOW != 0:
+            first_tile = first_key(seq_len - 1, WINDOW) // TILE
         all_tiles = (seq_len + TILE - 1) // TILE - first_tile
         run = tl.minimum(all_tiles - tile, num_tiles - done)
         if run > 0:
@@ -383,7 +387,7 @@ def paged_decode(
     *,
     num_rows: int,
     scale: float,
-    sliding_window: int | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads] float32
     out: torch.Tensor,  # [B, num_heads, head_dim], contiguous
@@ -422,7 +426,7 @@ def paged_decode(
             **cache_constants(cache),
             GROUP=group,
             GROUP_ROWS=group_rows,
-            WINDOW=sliding_window or 0,
+            WINDOW=window_constant(window),
             NUM_PROGRAMS=workspace.num_programs,
             TILE=config.tile,
             IS_WITHIN_BLOCK=cache.shape[1] % config.tile == 0,

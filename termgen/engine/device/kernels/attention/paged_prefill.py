@@ -20,8 +20,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from termgen.engine.device.kernels.attention.paged_decode import cap_scale, capped, to_product_type
 from termgen.engine.device.kernels.attention.prefill_plan import PLAN_FIELDS, PrefillConfig
+from termgen.engine.device.kernels.attention.window import (
+    first_key,
+    first_masked,
+    window_constant,
+)
 from termgen.engine.device.kernels.kv_cache import cache_constants
 from termgen.engine.device.kernels.launch import dot_precision, has_tma, next_power_of_2
+from termgen.vocabulary.cache_groups import Window
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -29,7 +35,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _load_blocks(
     table,
-    first_key,
+    begin,
     last_key,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -38,9 +44,9 @@ def _load_blocks(
     """The block of each key of a tile; one for all where a tile lies within a block. Keys past the
     last one are taken for it: nothing outside the sequence is ever read."""
     if IS_WITHIN_BLOCK:
-        keys = first_key
+        keys = begin
     else:
-        keys = first_key + tl.arange(0, TILE)
+        keys = begin + tl.arange(0, TILE)
     return tl.load(table + tl.minimum(keys, last_key) // BLOCK_SIZE)
 
 
@@ -52,7 +58,7 @@ def _attend_tile(
     total,
     cache,
     block,
-    first_key,
+    begin,
     first_seen,
     last_key,
     positions,
@@ -74,15 +80,15 @@ def _attend_tile(
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """The tile of keys from position `first_key`; `block` is what `_load_blocks` found. No key
+    """The tile of keys from position `begin`; `block` is what `_load_blocks` found. No key
     before `first_seen` or after `last_key` counts."""
-    key = first_key + tl.arange(0, TILE)
+    key = begin + tl.arange(0, TILE)
     if USE_TMA:
-        line = (block * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE) + first_key % BLOCK_SIZE
+        line = (block * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE) + begin % BLOCK_SIZE
         k = cache.load([line, 0])
     else:
         if IS_WITHIN_BLOCK:
-            place = first_key % BLOCK_SIZE + tl.arange(0, TILE)
+            place = begin % BLOCK_SIZE + tl.arange(0, TILE)
         else:
             place = tl.minimum(key, last_key) % BLOCK_SIZE
         dims = tl.arange(0, BLOCK_D)
@@ -102,12 +108,12 @@ def _attend_tile(
         scale = 1.0  # they are scaled already
     if MASKED:
         is_seen = key[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            is_seen = is_seen & (key[None, :] > positions[:, None] - WINDOW)
+        if WINDOW != 0:
+            is_seen = is_seen & (key[None, :] >= first_key(positions, WINDOW)[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     shift = new_top
-    if WINDOW > 0:
+    if WINDOW != 0:
         # A query may see nothing of a tile at its window's far end, and nothing before it either.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     # Scaled here, scores cost one fused operation each.
@@ -195,10 +201,10 @@ def _paged_prefill_kernel(
     first_tile = 0
     first_seen = 0
     num_full = tl.maximum(first_position + 1, 0) // TILE
-    if WINDOW > 0:
-        first_tile = tl.maximum(first_position - WINDOW + 1, 0) // TILE
-        num_full = first_tile
-        first_seen = tl.maximum(first_position - WINDOW + 1, 0)
+    if WINDOW != 0:
+        first_seen = first_key(first_position, WINDOW)
+        first_tile = first_seen // TILE
+        num_full = first_masked(num_full, first_position, QUERIES, WINDOW, TILE)
     if seq_len == 0:
         num_full = 0
         end = 0
@@ -245,7 +251,7 @@ def paged_prefill(
     config: PrefillConfig,
     num_tiles: int,
     scale: float,
-    sliding_window: int | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads] float32
     out: torch.Tensor,  # [T, num_heads, head_dim], contiguous
@@ -274,7 +280,7 @@ def paged_prefill(
             config=config,
             num_tiles=num_tiles,
             scale=scale,
-            sliding_window=sliding_window,
+            window=window,
             sinks=sinks,
             out=out,
         )
@@ -294,7 +300,7 @@ def paged_prefill(
         block_table.stride(0),
         **cache_constants(cache),
         GROUP=group,
-        WINDOW=sliding_window or 0,
+        WINDOW=window_constant(window),
         QUERIES=config.rows // group,
         TILE=config.tile,
         IS_WITHIN_BLOCK=cache.shape[1] % config.tile == 0,

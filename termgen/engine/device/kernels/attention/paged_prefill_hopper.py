@@ -30,7 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from termgen.engine.device.kernels.attention.prefill_plan import PLAN_FIELDS, PrefillConfig
+from termgen.engine.device.kernels.attention.window import (
+    first_key,
+    first_masked,
+    window_constant,
+)
 from termgen.engine.device.kernels.launch import num_sms
+from termgen.vocabulary.cache_groups import Window
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """Barrier of the warps that run the same function; Triton 3.7 renamed it."""
@@ -73,9 +79,9 @@ def read_tile(
     seq_len = gl.load(entry + 4)
     first = 0
     num_full = gl.maximum(first_position + 1, 0) // TILE
-    if WINDOW > 0:
-        first = gl.maximum(first_position - WINDOW + 1, 0) // TILE
-        num_full = first
+    if WINDOW != 0:
+        first = first_key(first_position, WINDOW) // TILE
+        num_full = first_masked(num_full, first_position, QUERIES, WINDOW, TILE)
     end = gl.minimum(first_position + QUERIES, seq_len)
     last = gl.maximum((end + TILE - 1) // TILE, first)
     if row < 0:
@@ -123,8 +129,8 @@ def _wait_until_free(stage, GROUPS: gl.constexpr, STAGES: gl.constexpr):
 def _first_seen(first_position, WINDOW: gl.constexpr):
     """The first key of the first piece that a tile's queries see."""
     first = 0
-    if WINDOW > 0:
-        first = gl.maximum(first_position - WINDOW + 1, 0) // COPIED * COPIED
+    if WINDOW != 0:
+        first = first_key(first_position, WINDOW) // COPIED * COPIED
     return first
 
 
@@ -193,8 +199,8 @@ def _mask(
 ):
     key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
     is_seen = key[None, :] <= positions[:, None]
-    if WINDOW > 0:
-        is_seen = is_seen & (key[None, :] > positions[:, None] - WINDOW)
+    if WINDOW != 0:
+        is_seen = is_seen & (key[None, :] >= first_key(positions, WINDOW)[:, None])
     return gl.where(is_seen, scores, float("-inf"))
 
 
@@ -203,7 +209,7 @@ def _weigh(scores, top, scale, WINDOW: gl.constexpr):
     """Softmax so far: weights of these keys, by how much what was before shrinks, and the top."""
     new_top = gl.maximum(top, gl.max(scores, axis=1))
     shift = new_top
-    if WINDOW > 0:
+    if WINDOW != 0:
         # A query may see nothing of a tile at its window's far end, and nothing before it either.
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     weights = gl.exp2(scores * scale - (shift * scale)[:, None])
@@ -486,7 +492,7 @@ def paged_prefill_hopper(
     config: PrefillConfig,
     num_tiles: int,
     scale: float,
-    sliding_window: int | None,
+    window: Window | None,
     sinks: torch.Tensor | None,  # [num_heads] float32
     out: torch.Tensor,  # [T, num_heads, head_dim], contiguous
 ) -> None:
@@ -514,7 +520,7 @@ def paged_prefill_hopper(
         HEAD_DIM=head_dim,
         GROUP=num_heads // num_kv_heads,
         BLOCK_SIZE=block_size,
-        WINDOW=sliding_window or 0,
+        WINDOW=window_constant(window),
         TILE=config.tile,
         STAGES=config.num_stages,
         GROUPS=config.rows // _ROWS.value,

@@ -27,6 +27,7 @@ from termgen.engine.device.attention.base import (
 from termgen.engine.device.attention.triton_paged import TritonPagedAttention
 from termgen.engine.device.kernels.attention import paged_decode, paged_prefill
 from termgen.engine.device.kernels.compilation import collect_missing
+from termgen.vocabulary.cache_groups import Chunk, Window
 
 BLOCK_SIZE = 64
 NUM_TOKENS = 200
@@ -42,12 +43,14 @@ def made(
     group: int = 4,
     dtype: str = "bfloat16",
     cache_dtype: str = "",
-    window: int | None = None,
+    window: Window | None = None,
+    chunk: int = 0,
     softcap: float | None = None,
     has_sinks: bool = False,
     query_len: int = NUM_TOKENS,
 ) -> list[dict[str, Any]]:
-    """What one decode and one prompt compile to."""
+    """What one decode and one prompt compile to. chunk: size of the window, if it is a chunk."""
+    window = Chunk(chunk) if chunk else window
     global target
     target = GPUTarget("cuda", arch, 32)
     triton_paged.shared_bytes = lambda device: SHARED_KIB[arch] * 1024  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ print("compiled", len(made.asm["cubin"]))
 
 @pytest.mark.parametrize(
     ("head_dim", "group", "window", "has_sinks", "dtype"),
-    [(64, 8, 128, 1, "bf16"), (128, 7, 0, 0, "fp16")],
+    [(64, 8, 128, 1, "bf16"), (128, 7, 0, 0, "fp16"), (128, 5, -8192, 0, "bf16")],
 )
 def test_prefill_compiles(
     head_dim: int, group: int, window: int, has_sinks: int, dtype: str
@@ -92,6 +92,7 @@ LARGE = [
     {"arch": 90, "head_dim": 512},
     {"arch": 90, "head_dim": 512, "dtype": "float32"},
     {"arch": 90, "head_dim": 192, "softcap": 50.0, "has_sinks": True, "window": 100, "group": 2},
+    {"arch": 90, "head_dim": 128, "chunk": 8192, "group": 5},
     {"arch": 89, "head_dim": 512},
     {"arch": 89, "head_dim": 256, "softcap": 50.0, "has_sinks": True},
 ]

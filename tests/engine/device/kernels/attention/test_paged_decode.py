@@ -27,6 +27,7 @@ from termgen.engine.device.kernels.attention.decode_plan import (  # noqa: E402
     plan_decode,
 )
 from termgen.engine.device.kernels.attention.paged_decode import paged_decode  # noqa: E402
+from termgen.vocabulary.cache_groups import Chunk, Window  # noqa: E402
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
 
@@ -79,7 +80,7 @@ class Case:
         for buffer in (self.workspace.partial, self.workspace.softmax):
             buffer.fill_(float("nan"))
 
-    def run(self, *, sliding_window: int | None = None) -> torch.Tensor:
+    def run(self, *, window: Window | None = None) -> torch.Tensor:
         num_rows, num_kv_heads = len(self.seq_lens), self.cache.shape[3]
         self.plan.fill_(2**30)
         plan_decode(
@@ -88,7 +89,7 @@ class Case:
             self.plan,
             num_rows=num_rows,
             num_kv_heads=num_kv_heads,
-            sliding_window=sliding_window,
+            window=window,
         )
         out = poison(*self.q.shape, dtype=self.dtype, device=str(self.q.device))
         paged_decode(
@@ -100,7 +101,7 @@ class Case:
             self.workspace,
             num_rows=num_rows,
             scale=self.scale,
-            sliding_window=sliding_window,
+            window=window,
             softcap=self.softcap,
             sinks=self.sinks,
             out=out,
@@ -108,7 +109,7 @@ class Case:
         assert not self.workspace.arrivals.any(), "the next launch would find arrivals"
         return out
 
-    def check(self, *, sliding_window: int | None = None) -> None:
+    def check(self, *, window: Window | None = None) -> None:
         expected = paged_attention(
             self.q,
             self.cache,
@@ -116,11 +117,11 @@ class Case:
             self.seq_lens,
             torch.arange(len(self.q) + 1),
             scale=self.scale,
-            sliding_window=sliding_window,
+            window=window,
             softcap=self.softcap,
             sinks=self.sinks,
         )
-        assert_near(self.run(sliding_window=sliding_window), expected, self.dtype)
+        assert_near(self.run(window=window), expected, self.dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -139,7 +140,7 @@ def test_head_sizes(device: str, dtype: torch.dtype, head_dim: int, block_size: 
         heads_first=block_size == 64,
     )
     case.check()
-    case.check(sliding_window=40)
+    case.check(window=40)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -166,14 +167,16 @@ def test_block_edges(device: str, dtype: torch.dtype, block_size: int, heads_fir
         heads_first=heads_first,
     )
     case.check()
-    case.check(sliding_window=block_size)
+    case.check(window=block_size)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
-@pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])
-def test_sliding_windows(device: str, dtype: torch.dtype, window: int) -> None:
+@pytest.mark.parametrize(
+    "window", [1, 5, 16, 33, 1000, Chunk(1), Chunk(16), Chunk(33), Chunk(48), Chunk(1000)], ids=str
+)
+def test_windows(device: str, dtype: torch.dtype, window: Window) -> None:
     case = Case([1, 16, 40, 0, 130], dtype=dtype, device=device, config=SMALL)
-    case.check(sliding_window=window)
+    case.check(window=window)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -198,7 +201,7 @@ def test_padding_is_zeros(device: str, dtype: torch.dtype) -> None:
     for lengths in ([0, 5, 0, 0, 90, 0], [0], [0] * 20, [40] + [0] * 40):
         case = Case(lengths, dtype=dtype, device=device, config=SMALL, num_heads=6)
         case.check()
-        case.check(sliding_window=3)
+        case.check(window=3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -217,7 +220,7 @@ def test_random_batches(device: str, seed: int) -> None:
         config=DecodeConfig(16, 4, 3, rng.randint(1, 4), min_tiles=rng.randint(1, 3)),
         heads_first=rng.random() < 0.5,
     )
-    case.check(sliding_window=rng.choice((None, rng.randint(1, 200))))
+    case.check(window=rng.choice((None, rng.randint(1, 200), Chunk(rng.randint(1, 200)))))
 
 
 def plan_of(lengths: list[int], device: str) -> tuple[list[list[int]], int]:
@@ -286,7 +289,7 @@ def test_soft_caps_and_sinks_of_split_rows(
     """Rows that one program attends to, and rows whose pieces are added up."""
     case = Case([3, 700, 0, 20], num_heads=6, dtype=dtype, device=device, config=SMALL, **form)
     case.check()
-    case.check(sliding_window=300)
+    case.check(window=300)
 
 
 @pytest.mark.gpu
@@ -307,7 +310,8 @@ def test_full_size(dtype: torch.dtype, form: dict[str, Any]) -> None:
             **form,
         )
         case.check()
-        case.check(sliding_window=4096)
+        case.check(window=4096)
+        case.check(window=Chunk(8192))
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ from termgen.engine.device.kernels.attention.prefill_plan import (  # noqa: E402
     max_tiles,
     plan_prefill,
 )
+from termgen.vocabulary.cache_groups import Chunk, Window  # noqa: E402
 
 PORTABLE = PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=3)
 SMALL = PrefillConfig(rows=16, tile=16, num_warps=4, num_stages=3)
@@ -94,7 +95,7 @@ class Case:
             ),
         )
 
-    def run(self, *, sliding_window: int | None = None, first_row: int = 0) -> torch.Tensor:
+    def run(self, *, window: Window | None = None, first_row: int = 0) -> torch.Tensor:
         first_token = int(self.starts[first_row])
         num_tiles = max_tiles(
             self.num_tokens - first_token,
@@ -124,13 +125,13 @@ class Case:
             config=self.config,
             num_tiles=num_tiles,
             scale=self.scale,
-            sliding_window=sliding_window,
+            window=window,
             softcap=self.softcap,
             sinks=self.sinks,
             out=out,
         )
 
-    def expected(self, *, sliding_window: int | None = None) -> torch.Tensor:
+    def expected(self, *, window: Window | None = None) -> torch.Tensor:
         return paged_attention(
             self.q,
             self.cache,
@@ -138,14 +139,14 @@ class Case:
             self.seq_lens,
             self.starts,
             scale=self.scale,
-            sliding_window=sliding_window,
+            window=window,
             softcap=self.softcap,
             sinks=self.sinks,
         )
 
-    def check(self, *, sliding_window: int | None = None) -> None:
-        actual = self.run(sliding_window=sliding_window)
-        assert_near(actual, self.expected(sliding_window=sliding_window), self.dtype)
+    def check(self, *, window: Window | None = None) -> None:
+        actual = self.run(window=window)
+        assert_near(actual, self.expected(window=window), self.dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -165,7 +166,7 @@ def test_head_sizes(device: str, dtype: torch.dtype, head_dim: int, block_size: 
     )
     assert can_use_tma(case.cache, 64) == (block_size == 64 and dtype.itemsize == 2)
     case.check()
-    case.check(sliding_window=40)
+    case.check(window=40)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -197,14 +198,16 @@ def test_block_edges(device: str, dtype: torch.dtype, block_size: int, heads_fir
         heads_first=heads_first,
     )
     case.check()
-    case.check(sliding_window=block_size)
+    case.check(window=block_size)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
-@pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])
-def test_sliding_windows(device: str, dtype: torch.dtype, window: int) -> None:
+@pytest.mark.parametrize(
+    "window", [1, 5, 16, 33, 1000, Chunk(1), Chunk(16), Chunk(33), Chunk(48), Chunk(1000)], ids=str
+)
+def test_windows(device: str, dtype: torch.dtype, window: Window) -> None:
     case = Case([(0, 60), (50, 17), (100, 1)], dtype=dtype, device=device, config=SMALL)
-    case.check(sliding_window=window)
+    case.check(window=window)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -214,7 +217,7 @@ def test_padding_is_zeros(device: str, dtype: torch.dtype, window: int | None) -
     for row in (1, 3):
         case.seq_lens[row] = 0
         case.table[row] = 2**30
-    case.check(sliding_window=window)
+    case.check(window=window)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -245,7 +248,7 @@ def test_random_batches(device: str, seed: int) -> None:
         config=PrefillConfig(rng.choice((16, 32, 64)), rng.choice((16, 32)), 4, 3),
         heads_first=rng.random() < 0.5,
     )
-    case.check(sliding_window=rng.choice((None, rng.randint(1, 200))))
+    case.check(window=rng.choice((None, rng.randint(1, 200), Chunk(rng.randint(1, 200)))))
 
 
 FORMS: list[dict[str, Any]] = [{"softcap": 2.0}, {"has_sinks": True}]
@@ -259,7 +262,7 @@ def test_soft_caps_and_sinks(device: str, dtype: torch.dtype, form: dict[str, An
     case.seq_lens[3] = 0
     case.table[3] = 2**30
     case.check()
-    case.check(sliding_window=16)
+    case.check(window=16)
 
 
 @pytest.mark.gpu
@@ -281,7 +284,9 @@ def test_full_size(dtype: torch.dtype, form: dict[str, Any]) -> None:
             **form,
         )
         case.check()
-        case.check(sliding_window=700)
+        case.check(window=700)
+        case.check(window=Chunk(1024))
+        case.check(window=Chunk(1000))
 
 
 @pytest.mark.gpu
@@ -296,13 +301,16 @@ def test_full_size(dtype: torch.dtype, form: dict[str, Any]) -> None:
         (128, 2, 64, 100),
         (128, 5, 64, 1),
         (128, 8, 128, None),
+        (64, 4, 64, Chunk(512)),
+        (128, 5, 64, Chunk(1024)),
+        (128, 2, 128, Chunk(300)),
     ],
 )
 def test_warps_that_copy_beside_warps_that_compute(
     head_dim: int,
     group: int,
     block_size: int,
-    window: int | None,
+    window: Window | None,
     has_sinks: bool,
     dtype: torch.dtype,
 ) -> None:
@@ -323,4 +331,4 @@ def test_warps_that_copy_beside_warps_that_compute(
     for row in (2, 7):
         case.seq_lens[row] = 0
         case.table[row] = 2**30
-    case.check(sliding_window=window)
+    case.check(window=window)
