@@ -68,7 +68,10 @@ def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
     """Long waves are slowed by `factor`, short ones kept, those between blended."""
     turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = config.low_freq_factor, config.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    if low == high:  # as in Llama 4: none between
+        keep = (turns >= low).float()
+    else:
+        keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - keep) * frequencies / config.factor + keep * frequencies
 
 
@@ -169,12 +172,14 @@ class LayerOps(Protocol):
         clamp: GluClamp | None = None,
         expert_scale: torch.Tensor | None = None,  # [num_experts] float32
         has_shared: bool = False,
+        weighs_inputs: bool = False,
     ) -> torch.Tensor:  # [T, hidden]
         """Each token through its top_k experts, their outputs weighted and added up. Weights are
         the router's softmax over all experts, scaled to add up to one if `renormalize`, and then
         by the expert's own factor. With a clamp, that is the activation. has_shared: the last
         expert is not among those that the router picks from; each token goes through it, too,
-        times the sigmoid of its logit."""
+        times the sigmoid of its logit. weighs_inputs: weights are the sigmoids of the logits, and
+        what goes into an expert is multiplied; the shared expert has no logit, and weight one."""
 
 
 class ExpertMatrices(Protocol):
@@ -325,6 +330,7 @@ class TorchOps:
         clamp: GluClamp | None = None,
         expert_scale: torch.Tensor | None = None,
         has_shared: bool = False,
+        weighs_inputs: bool = False,
     ) -> torch.Tensor:
         ids, weights = route(
             router_logits,
@@ -332,6 +338,7 @@ class TorchOps:
             renormalize=renormalize,
             scale=expert_scale,
             has_shared=has_shared,
+            weighs_inputs=weighs_inputs,
         )
 
         def activate(pair: torch.Tensor) -> torch.Tensor:
@@ -340,7 +347,7 @@ class TorchOps:
             return self.gated_activation(pair, activation)
 
         biases = gate_up_bias, down_bias
-        return run_experts(x, ids, weights, gate_up, down, activate, biases)
+        return run_experts(x, ids, weights, gate_up, down, activate, biases, weighs_inputs)
 
 
 def clamped_glu(gate_up: torch.Tensor, clamp: GluClamp) -> torch.Tensor:
@@ -357,11 +364,21 @@ def route(
     renormalize: bool,
     scale: torch.Tensor | None = None,
     has_shared: bool = False,
+    weighs_inputs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, num_experts] -> each token's experts, int64, and their weights, float32, [T, k]:
     the softmax over all experts, scaled to add up to one if `renormalize`, and then by the factors
     `scale` [num_experts]. has_shared: the last expert follows behind each token's own, [T, k + 1],
-    with the sigmoid of its logit as its weight."""
+    with the sigmoid of its logit as its weight. weighs_inputs: sigmoids of their logits; the shared
+    expert's number is that of logits, and its weight one."""
+    if weighs_inputs:
+        assert not renormalize and scale is None
+        weights, ids = logits.topk(top_k, dim=-1)
+        weights = weights.float().sigmoid()
+        if has_shared:
+            ids = F.pad(ids, (0, 1), value=logits.shape[1])
+            weights = F.pad(weights, (0, 1), value=1.0)
+        return ids, weights
     if has_shared:
         ids, weights = route(logits[:, :-1], top_k, renormalize=renormalize, scale=scale)
         shared = torch.full_like(ids[:, :1], logits.shape[1] - 1)
@@ -383,8 +400,10 @@ def run_experts(
     down: torch.Tensor | ExpertMatrices,  # [num_experts, hidden, inner]
     activate: Callable[[torch.Tensor], torch.Tensor],
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    weighs_inputs: bool = False,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, [T, hidden], added up in float32.
+    """The weighted sum of each token's experts, [T, hidden], added up in float32. weighs_inputs:
+    the sum of its experts for inputs times the weights.
 
     Pairs of a token and an expert are sorted by expert, so that an expert is two products.
     """
@@ -396,9 +415,14 @@ def run_experts(
         if start < end:
             rows = pairs[start:end]
             first, second = (None if bias is None else bias[expert] for bias in biases)
-            activated = activate(_product(gate_up, expert, x[rows // top_k], first))
+            inputs = x[rows // top_k]
+            if weighs_inputs:
+                inputs = (inputs * weights.flatten()[rows, None]).to(x.dtype)
+            activated = activate(_product(gate_up, expert, inputs, first))
             outputs[rows] = _product(down, expert, activated, second)
-    weighted = outputs.view(*ids.shape, x.shape[1]).float() * weights[..., None]
+    weighted = outputs.view(*ids.shape, x.shape[1]).float()
+    if not weighs_inputs:
+        weighted = weighted * weights[..., None]
     return weighted.sum(dim=1).to(x.dtype)
 
 

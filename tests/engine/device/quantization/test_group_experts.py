@@ -158,6 +158,11 @@ def test_pairs_that_multiply_alone(device: str, dtype: torch.dtype, form: Form) 
     case.options["clamp"] = GluClamp(alpha=1.702, limit=0.4)
     case.x = case.x.nan_to_num(0.5)
     case.check(LONE)
+    for option in ("clamp", "gate_up_bias", "down_bias"):
+        del case.options[option]
+    case.options |= {"weighs_inputs": True, "renormalize": False}
+    case.check(LONE)
+    case.check(TILES["16"])
 
 
 @devices_and_dtypes

@@ -111,6 +111,7 @@ def _product_kernel(
     out_ptr,  # [num_pairs, N]
     order_ptr,
     tiles_ptr,
+    weights_ptr,  # [num_pairs] float32
     num_tiles,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -118,6 +119,7 @@ def _product_kernel(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     IS_SORTED: tl.constexpr,
@@ -158,8 +160,8 @@ def _product_kernel(
             up = expert_tile(w_at + N * K + columns[None, :], columns, K, BLOCK_K, POLICY)
             acc_up = tl.dot(up, x, acc_up, input_precision=PRECISION)
     store_pairs(
-        *(acc, acc_up, bias_ptr, out_ptr, expert, rows, pairs, is_pair),
-        *(N, GATED, ACTIVATION, HAS_BIAS, LIMIT, ALPHA),
+        *(acc, acc_up, bias_ptr, weights_ptr, out_ptr, expert, rows, pairs, is_pair),
+        *(N, GATED, ACTIVATION, HAS_BIAS, WEIGHTED, LIMIT, ALPHA),
     )
 
 
@@ -170,6 +172,7 @@ def _combine_kernel(
     out_ptr,  # [T, SIZE]
     TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -181,9 +184,11 @@ def _combine_kernel(
     inside = columns < SIZE
     acc = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
-        weight = tl.load(weights_ptr + row * TOP_K + slot)
         y = tl.load(y_ptr + (row * TOP_K + slot) * SIZE + columns, mask=inside, other=0.0)
-        acc += weight * y.to(tl.float32)
+        y = y.to(tl.float32)
+        if WEIGHTED:
+            y *= tl.load(weights_ptr + row * TOP_K + slot)
+        acc += y
     tl.store(out_ptr + row * SIZE + columns, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -201,13 +206,16 @@ def experts(
     clamp: Clamp | None = None,
     expert_scale: torch.Tensor | None = None,  # [num_experts] float32
     has_shared: bool = False,
+    weighs_inputs: bool = False,
     tiles: ExpertTiles | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
     """[T, hidden]. `layers.ops.run_experts` is the reference. `tiles`: the cut, to try others."""
     num_tokens = len(x)
     num_experts, hidden, inner = down.shape
-    assert router_logits.shape == (num_tokens, num_experts), router_logits.shape
+    num_logits = num_experts - (has_shared and weighs_inputs)
+    assert router_logits.shape == (num_tokens, num_logits), router_logits.shape
+    assert not (weighs_inputs and gate_up_bias is not None), "a bias would be weighted, too"
     assert gate_up.shape == (num_experts, 2 * inner, hidden), (gate_up.shape, down.shape)
     assert hidden == x.shape[1] and x.is_contiguous(), (x.shape, x.stride())
     out = torch.empty_like(x)
@@ -227,6 +235,7 @@ def experts(
         renormalize=renormalize,
         scale=expert_scale,
         has_shared=has_shared,
+        weighs_inputs=weighs_inputs,
         pdl=pdl,
     )
     top_k = ids.shape[1]
@@ -251,6 +260,7 @@ def experts(
         activation=activation,
         bias=gate_up_bias,
         clamp=clamp,
+        weights=weights if weighs_inputs else None,
         pdl=pdl,
     )
     y = multiply(activated, down, pairs, tiles.block_m, tiles.down, bias=down_bias, pdl=pdl)
@@ -260,6 +270,7 @@ def experts(
         out,
         TOP_K=top_k,
         SIZE=hidden,
+        WEIGHTED=not weighs_inputs,
         BLOCK=_COMBINE_BLOCK,
         num_warps=2,
         **pdl_options(x.device, enabled=pdl),
@@ -278,11 +289,12 @@ def multiply(
     activation: str | None = None,
     bias: torch.Tensor | None = None,  # [num_experts, rows]
     clamp: Clamp | None = None,
+    weights: torch.Tensor | None = None,  # [num_pairs] float32, in any shape
     pdl: bool = True,
 ) -> torch.Tensor:
     """[num_pairs, rows]: each pair's row of x times its expert's weight. With an activation the
     rows of a weight are those of gate, then those of up, and the result is act(gate) * up. The
-    clamp, if any, takes the activation's place."""
+    clamp, if any, takes the activation's place. weights: factors of each pair's row."""
     num_experts, n, k = weight.shape
     assert bias is None or (bias.shape == (num_experts, n) and bias.is_contiguous())
     assert x.is_contiguous() and x.shape[1] == k, (x.stride(), x.shape)
@@ -297,13 +309,14 @@ def multiply(
         "GATED": activation is not None,
         "ACTIVATION": activation,
         "HAS_BIAS": bias is not None,
+        "WEIGHTED": weights is not None,
         "LIMIT": 0.0 if clamp is None else clamp.limit,
         "ALPHA": 0.0 if clamp is None else clamp.alpha,
         **pdl_options(x.device, enabled=pdl),
     }
     if isinstance(weight, GroupWeights) and block_m == 1:
         assert isinstance(pairs, LonePairs), "pairs that each read a weight alone"
-        multiply_lone(x, weight, bias, out, pairs, tile, product)
+        multiply_lone(x, weight, bias, out, pairs, weights, tile, product)
         return out
     if isinstance(weight, GroupWeights):
         tile = fitting(tile, block_m, weight, x, is_gated=activation is not None)
@@ -322,12 +335,12 @@ def multiply(
     grid = (num_tiles * triton.cdiv(n, tile.block_n),)
     if isinstance(weight, torch.Tensor):
         assert weight.is_contiguous(), weight.stride()
-        _product_kernel[grid](x, weight, bias, out, *pairs, num_tiles, **product, **cut)
+        _product_kernel[grid](x, weight, bias, out, *pairs, weights, num_tiles, **product, **cut)
         return out
     weight.check()
     group_product_kernel[grid](
         *(x, weight.words.view(torch.int16), weight.pairs, weight.row_scale, bias, out),
-        *(*pairs, num_tiles),
+        *(*pairs, weights, num_tiles),
         EVEN_K=k % (tile.block_k * GROUP.value) == 0,
         **weight.options,
         **product,

@@ -125,6 +125,7 @@ def group_product_kernel(
     out_ptr,  # [num_pairs, N]
     order_ptr,
     tiles_ptr,
+    weights_ptr,  # [num_pairs] float32
     num_tiles,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -132,6 +133,7 @@ def group_product_kernel(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     IS_SORTED: tl.constexpr,
@@ -209,8 +211,8 @@ def group_product_kernel(
     if GATED:
         acc_up *= tl.load(row_scale_ptr + N + here)
     store_pairs(
-        *(acc, acc_up, bias_ptr, out_ptr, expert, rows, pairs, is_pair),
-        *(N, GATED, ACTIVATION, HAS_BIAS, LIMIT, ALPHA),
+        *(acc, acc_up, bias_ptr, weights_ptr, out_ptr, expert, rows, pairs, is_pair),
+        *(N, GATED, ACTIVATION, HAS_BIAS, WEIGHTED, LIMIT, ALPHA),
     )
 
 
@@ -223,12 +225,14 @@ def lone_product_kernel(
     bias_ptr,  # [num_experts, N]; of GATED, [num_experts, 2 * N]
     out_ptr,  # [num_pairs, N]
     order_ptr,
+    weights_ptr,  # [num_pairs] float32
     N: tl.constexpr,
     K: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BITS: tl.constexpr,
@@ -274,6 +278,8 @@ def lone_product_kernel(
             *(sums, words, pairs, x_ptr, groups, 1, K, NUM_GROUPS, K),
             *(BITS, 1, ALL_OF_PROGRAM, EVEN_K, USE_PTX, FLOATS),
         )
+    if WEIGHTED:
+        weight = tl.load(weights_ptr + pair)
     for r in tl.static_range(0, BLOCK_N, 4):
         rows = first_row + r + tl.arange(0, 4)
         is_row = rows < N
@@ -283,11 +289,15 @@ def lone_product_kernel(
         if HAS_BIAS:
             bias_at += expert * ALL_ROWS + rows
             y += tl.load(bias_at, mask=is_row, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            y *= weight
         if GATED:
             up = sum_of_four(sums, BLOCK_N + r, BLOCK_K)
             up *= tl.load(row_scale_ptr + N + rows, mask=is_row, other=0.0)
             if HAS_BIAS:
                 up += tl.load(bias_at + N, mask=is_row, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                up *= weight
             if LIMIT > 0:
                 y = clamped_glu(y, up, LIMIT, ALPHA)
             else:
@@ -316,6 +326,7 @@ def multiply_lone(
     bias: torch.Tensor | None,
     out: torch.Tensor,  # [num_pairs, N]
     pairs: LonePairs,
+    weights: torch.Tensor | None,
     tile: Tile,
     product: dict[str, Any],
 ) -> None:
@@ -325,7 +336,7 @@ def multiply_lone(
     k = weight.num_columns
     block_k = min(tile.block_k, max(32, next_power_of_2(k // GROUP.value)))
     lone_product_kernel[(pairs.num_tiles * triton.cdiv(out.shape[1], tile.block_n),)](
-        *(x, weight.words, weight.pairs, weight.row_scale, bias, out, pairs.order),
+        *(x, weight.words, weight.pairs, weight.row_scale, bias, out, pairs.order, weights),
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         EVEN_K=k % GROUP.value == 0,

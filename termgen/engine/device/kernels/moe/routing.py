@@ -57,6 +57,7 @@ def _route_kernel(
     RENORMALIZE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    SIGMOID: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -65,7 +66,7 @@ def _route_kernel(
     CHOICES: tl.constexpr = TOP_K + 1 if HAS_SHARED else TOP_K
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BINS)
-    logits_ptr += row * (NUM_EXPERTS + CHOICES - TOP_K)
+    logits_ptr += row * (NUM_EXPERTS if SIGMOID else NUM_EXPERTS + CHOICES - TOP_K)
     at = logits_ptr + experts
     logits = tl.load(at, mask=experts < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
     # NaN comes last. Of equals the first is chosen, so an expert is always one that exists.
@@ -78,17 +79,21 @@ def _route_kernel(
         best = tl.max(rest, axis=0)
         expert = tl.argmax(rest, axis=0)
         ids = tl.where(slots == slot, expert, ids)
-        weights = tl.where(slots == slot, tl.exp(best - highest), weights)
+        weight = tl.sigmoid(best) if SIGMOID else tl.exp(best - highest)
+        weights = tl.where(slots == slot, weight, weights)
         rest = tl.where(experts == expert, float("-inf"), rest)
-    if RENORMALIZE:
-        total = tl.sum(weights, axis=0)
-    else:
-        total = tl.sum(tl.exp(logits - highest), axis=0)
-    weights = weights / total
+    if not SIGMOID:
+        if RENORMALIZE:
+            total = tl.sum(weights, axis=0)
+        else:
+            total = tl.sum(tl.exp(logits - highest), axis=0)
+        weights = weights / total
     if HAS_SCALE:
         weights *= tl.load(scale_ptr + ids)
     if HAS_SHARED:
-        shared = tl.sigmoid(tl.load(logits_ptr + NUM_EXPERTS).to(tl.float32))
+        shared = 1.0
+        if not SIGMOID:
+            shared = tl.sigmoid(tl.load(logits_ptr + NUM_EXPERTS).to(tl.float32))
         ids = tl.where(slots == TOP_K, NUM_EXPERTS, ids)
         weights = tl.where(slots == TOP_K, shared, weights)
     out = row * CHOICES + slots
@@ -155,18 +160,21 @@ def route(
     renormalize: bool,
     scale: torch.Tensor | None = None,
     has_shared: bool = False,
+    weighs_inputs: bool = False,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, num_experts] -> each token's experts, int32, and their weights, float32: [T, k].
     scale: [num_experts] float32, factors of the weights. has_shared: the last expert is no choice,
-    but follows each token's own.
+    but follows each token's own. weighs_inputs: weights are sigmoids, and the last expert has no
+    logit, but weight one.
 
     The likeliest first. `layers.ops.route` is the reference.
     """
     num_tokens, num_experts = logits.shape
     num_choices = top_k
     if has_shared:
-        num_choices, num_experts = top_k + 1, num_experts - 1
+        num_choices, num_experts = top_k + 1, num_experts - (not weighs_inputs)
+    assert not (weighs_inputs and (renormalize or scale is not None))
     assert logits.is_contiguous() and top_k <= num_experts, (logits.stride(), top_k)
     ids = torch.empty((num_tokens, num_choices), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, num_choices), dtype=torch.float32, device=logits.device)
@@ -183,6 +191,7 @@ def route(
             RENORMALIZE=renormalize,
             HAS_SCALE=scale is not None,
             HAS_SHARED=has_shared,
+            SIGMOID=weighs_inputs,
             num_warps=1,
             **pdl_options(logits.device, enabled=pdl),
         )

@@ -92,6 +92,7 @@ def store_pairs(
     acc,
     acc_up,  # of GATED
     bias_ptr,  # [num_experts, N]; of GATED, [num_experts, 2 * N]
+    weights_ptr,  # [num_pairs] float32
     out_ptr,  # [num_pairs, N]
     expert,
     rows,
@@ -101,6 +102,7 @@ def store_pairs(
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
 ):
@@ -109,6 +111,11 @@ def store_pairs(
         acc += tl.load(bias_at, mask=rows < N, other=0.0).to(tl.float32)[:, None]
         if GATED:
             acc_up += tl.load(bias_at + N, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    if WEIGHTED:  # the pairs of an input times its weight
+        weights = tl.load(weights_ptr + pairs, mask=is_pair, other=0.0)
+        acc *= weights[None, :]
+        if GATED:
+            acc_up *= weights[None, :]
     if GATED:
         if LIMIT > 0:
             acc = clamped_glu(acc, acc_up, LIMIT, ALPHA)

@@ -151,6 +151,36 @@ def test_a_shared_expert(device: str, dtype: torch.dtype, tiles: ExpertTiles, to
 
 
 @devices_and_dtypes
+@cuts
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_weighted_inputs(device: str, dtype: torch.dtype, tiles: ExpertTiles, top_k: int) -> None:
+    """Each expert alone, for inputs times the sigmoid of its logit; a shared one for all as they
+    are."""
+    case = Case(9, dtype=dtype, device=device, num_experts=5, top_k=top_k)
+    case.options.update(renormalize=False, weighs_inputs=True)
+    case.check(tiles)
+    expected = torch.zeros_like(case.x, dtype=torch.float32)
+    chosen = case.logits.topk(top_k).indices
+    for expert in range(5):
+        inputs = case.x.float() * case.logits[:, expert, None].float().sigmoid()
+        gate, up = (inputs @ case.gate_up[expert].float().T).chunk(2, 1)
+        outputs = torch.nn.functional.silu(gate) * up @ case.down[expert].float().T
+        expected += outputs * (chosen == expert).any(1, keepdim=True)
+    assert_near(case.run(tiles), expected, dtype)
+
+    case.options["has_shared"] = True
+    case.logits = case.logits[:, :-1].contiguous()
+    case.check(tiles)
+    case.gate_up[:-1] = 0.0  # what is left is that of the last, whatever the logits
+    alone = case.run(tiles)
+    case.logits.neg_()
+    assert torch.equal(case.run(tiles), alone)
+    gate, up = (case.x.float() @ case.gate_up[-1].float().T).chunk(2, 1)
+    outputs = torch.nn.functional.silu(gate) * up @ case.down[-1].float().T
+    assert_near(alone, outputs, dtype)
+
+
+@devices_and_dtypes
 def test_experts_without_tokens(device: str, dtype: torch.dtype) -> None:
     """Two of nine have all tokens; the values of an expert without tokens are not read."""
     case = Case(20, dtype=dtype, device=device, num_experts=9)

@@ -51,6 +51,25 @@ def test_weights_are_scaled_by_the_experts_own_factors(device: str, renormalize:
 
 
 @devices
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(16, 1), (128, 1), (5, 3), (1, 1)])
+def test_weights_of_inputs_are_sigmoids(
+    device: str, num_experts: int, top_k: int, has_shared: bool
+) -> None:
+    logits = normal(6, num_experts, dtype=torch.float32, device=device, seed=4, scale=3.0)
+    options = {"renormalize": False, "has_shared": has_shared, "weighs_inputs": True}
+    ids, weights = route(logits, top_k, **options)
+    expected_ids, expected = reference.route(logits, top_k, **options)
+    assert torch.equal(ids.long(), expected_ids)
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
+    values, best = logits.topk(top_k)
+    assert torch.equal(expected_ids[:, :top_k], best)
+    torch.testing.assert_close(expected[:, :top_k], values.sigmoid())
+    if has_shared:
+        assert (ids[:, -1] == num_experts).all() and (weights[:, -1] == 1.0).all()
+
+
+@devices
 def test_equal_logits_choose_the_first_experts(device: str) -> None:
     ids, weights = route(torch.zeros(2, 70, device=device), 4, renormalize=True)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2 and weights.tolist() == [[0.25] * 4] * 2
