@@ -35,6 +35,7 @@ TINY_FAMILIES = (
     "qwen3_moe",
     "mixtral",
     "gpt_oss",
+    "llama4_text",
     "muse_glimmer",
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -45,6 +46,10 @@ TINY_MUSE_VISION = {
     "intermediate_size": 40,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
+}
+_FEW_KEYS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 24},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 TINY_CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -209,8 +214,7 @@ def _tiny_config(family: str, overrides: dict[str, Any]) -> Any:
         # Far from uniform logits: a greedy choice is then never a near tie.
         "initializer_range": 0.15,
     }
-    if family == "mistral":
-        settings["sliding_window"] = 24
+    settings |= _FEW_KEYS.get(family, {})
     if family == "qwen3":
         # Not hidden_size / num_attention_heads, as in the real Qwen3-0.6B.
         settings["head_dim"] = 32
@@ -235,18 +239,10 @@ def _tiny_config(family: str, overrides: dict[str, Any]) -> Any:
         settings.update(sliding_window=8, num_hidden_layers=3)
         if hasattr(CONFIG_MAPPING[family], "swiglu_limit"):  # fixed at 7 in older releases
             settings["swiglu_limit"] = 0.5
-    if family in ("qwen3_5_moe_text", "qwen3_next"):
-        settings.update(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40)
-        # Real models have the other experts' size; one family here has another.
-        settings["shared_expert_intermediate_size"] = 48 if family == "qwen3_next" else 40
     if family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
-        # A quarter of each head is rotated; a key head serves two value heads.
-        settings |= {"head_dim": 32, "num_hidden_layers": 4}
-        settings |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        settings |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-    if family == "mixtral":
-        settings.update(num_local_experts=4, num_experts_per_tok=2)
+        settings |= _qwen3_5_settings(family)
+    if family == "llama4_text":
+        settings |= _llama4_settings()
     if family == "muse_glimmer":
         # A cap that bites, and epsilons that weigh; layers with a window around one without.
         settings |= {"head_dim": 32, "num_hidden_layers": 6, "sliding_window": 8}
@@ -262,6 +258,29 @@ def _tiny_config(family: str, overrides: dict[str, Any]) -> Any:
         }
         settings = {}
     return AutoConfig.for_model(family, **{**settings, **overrides})
+
+
+def _qwen3_5_settings(family: str) -> dict[str, Any]:
+    """A quarter of each head is rotated; a key head serves two value heads."""
+    settings: dict[str, Any] = {"head_dim": 32, "num_hidden_layers": 4}
+    settings |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    settings |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    if family != "qwen3_5_text":
+        settings |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        # Real models have the other experts' size; one family here has another.
+        settings["shared_expert_intermediate_size"] = 48 if family == "qwen3_next" else 40
+    return settings
+
+
+def _llama4_settings() -> dict[str, Any]:
+    """Chunks that begin inside blocks, more experts to a token than real models have, and factors
+    of queries that grow from the third token on."""
+    settings: dict[str, Any] = {"head_dim": 16, "num_hidden_layers": 4, "attention_chunk_size": 12}
+    settings |= {"no_rope_layer_interval": 3, "intermediate_size_mlp": 112}
+    settings |= {"intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2}
+    settings |= {"interleave_moe_layer_step": 2, "floor_scale": 3, "attn_scale": 0.3}
+    return settings
 
 
 def _gemma3n_settings() -> dict[str, Any]:

@@ -196,6 +196,7 @@ FAMILIES = [
     "qwen3_moe",
     "mixtral",
     "gpt_oss",
+    "llama4_text",
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
@@ -207,6 +208,7 @@ WITH_WINDOWS = (
     "gemma4_text",
     "gemma4_moe",
     "gpt_oss",
+    "llama4_text",
     "muse_glimmer",
 )
 """Families here whose layers with and without a window are groups of their own."""
@@ -222,8 +224,9 @@ OPTIONS: dict[str, dict[str, object]] = {
         "debug": True,
     },
 }
-PREEMPTED_IN_TURN = ("llama", "gemma3_text", "qwen3_next")
-"""A family without groups, one with windows and one with states: `preempted`, without async."""
+PREEMPTED_IN_TURN = ("llama", "gemma3_text", "llama4_text", "qwen3_next")
+"""A family without groups, one with windows, one with chunks and one with states: `preempted`,
+without async."""
 FAMILY_CASES = [
     *((family, options) for options in OPTIONS for family in FAMILIES),
     *((family, "preempted") for family in PREEMPTED_IN_TURN),

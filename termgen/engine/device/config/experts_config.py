@@ -63,11 +63,14 @@ class MoeConfig:
     """Set if gate and up are clamped, in the place of the model's activation."""
     shared_intermediate_size: int | None = None
     """Inner size of one more expert, through which all tokens go, times a gate; None: none."""
+    weighs_inputs: bool = False
+    """True if weights are sigmoids of the router's logits, and multiply what goes into an expert
+    and not what comes out. The expert of all tokens has no gate then."""
     is_beside_mlp: bool = False
     """True if layers with experts have an MLP, too."""
     is_transposed: bool = False
-    """True if a checkpoint has the matrices of all experts in one tensor, [num_experts, in, out],
-    with rows of gate and up taking turns."""
+    """True if a checkpoint has the matrices of all experts in one tensor, [num_experts, in,
+    out]."""
 
     @property
     def has_shared_of_same_size(self) -> bool:

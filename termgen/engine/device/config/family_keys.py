@@ -12,6 +12,7 @@ from typing import Any
 from termgen.engine.device.config.config_reader import ConfigReader
 from termgen.engine.device.config.gemma3n_config import gemma3_ropes, gemma3n_keys
 from termgen.engine.device.config.gemma4_config import gemma4_keys
+from termgen.engine.device.config.llama4_config import llama4_keys
 from termgen.engine.device.config.rope_config import rope_keys
 from termgen.errors import UnsupportedModelError
 
@@ -150,6 +151,8 @@ def common_keys(architecture: str, config: Mapping[str, Any]) -> ConfigReader:
         return _gemma3_keys(read)
     if architecture.startswith("Gemma4"):
         return gemma4_keys(read)
+    if architecture.startswith("Llama4"):
+        return llama4_keys(read)
     if architecture == "Gemma2ForCausalLM":
         return _gemma2_keys(read)
     if architecture == "MuseGlimmerForConditionalGeneration":
@@ -252,7 +255,7 @@ def _muse_keys(read: ConfigReader) -> ConfigReader:
         text.fail("tie_word_embeddings", f"is not what config.json has outside it, {tied}")
     text = ConfigReader(values, text.prefix)
     num_layers = text.integer("num_hidden_layers", most=1024)
-    full = muse_full_layers(num_layers)
+    full = _muse_full_layers(num_layers)
     types = ["full_attention" if i in full else "sliding_attention" for i in range(num_layers)]
     changed = {
         "hidden_act": activation,
@@ -262,8 +265,27 @@ def _muse_keys(read: ConfigReader) -> ConfigReader:
     return ConfigReader({**values, **changed}, text.prefix)
 
 
-def muse_full_layers(num_layers: int) -> frozenset[int]:
+def _muse_full_layers(num_layers: int) -> frozenset[int]:
     return frozenset(range(num_layers - 1, -1, -_MUSE_PERIOD))
+
+
+def muse_unrotated(read: ConfigReader, num_layers: int, theta: float) -> frozenset[int]:
+    """Layers whose own theta is 0; the value of the others counts nowhere, so it has to agree."""
+    thetas = read.get("layer_rope_theta")
+    if thetas is None:
+        return _muse_full_layers(num_layers)
+    if not isinstance(thetas, list | tuple) or len(thetas) != num_layers:
+        read.fail("layer_rope_theta", f"must be a list of {num_layers} numbers")
+    for layer, value in enumerate(thetas):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            read.fail("layer_rope_theta", f"must hold numbers, not {value!r}")
+        if value not in (0, theta):
+            read.fail(
+                "layer_rope_theta",
+                f"is {value} at layer {layer}, but layers rotate by rope_theta {theta} or, at 0,"
+                " not at all",
+            )
+    return frozenset(layer for layer, value in enumerate(thetas) if not value)
 
 
 def _gemma3_keys(read: ConfigReader) -> ConfigReader:

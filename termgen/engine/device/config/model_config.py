@@ -23,7 +23,7 @@ from termgen.engine.device.config.experts_config import (
     qwen3_moe_experts,
     qwen3_next_experts,
 )
-from termgen.engine.device.config.family_keys import common_keys, muse_full_layers
+from termgen.engine.device.config.family_keys import common_keys, muse_unrotated
 from termgen.engine.device.config.gemma3n_config import (
     gemma3n_differences,
     gemma3n_inputs,
@@ -40,18 +40,25 @@ from termgen.engine.device.config.layer_differences import (
     ResidualStreams,
 )
 from termgen.engine.device.config.linear_config import LinearAttention, linear_attention
+from termgen.engine.device.config.llama4_config import (
+    LLAMA4_BLOCK,
+    Temperature,
+    llama4_experts,
+    llama4_temperature,
+    llama4_unrotated,
+)
 from termgen.engine.device.config.rope_config import NO_ROPE, RopeConfig, read_rope, rope_keys
 from termgen.engine.device.config.stored_weights import check_stored_weights
 from termgen.errors import UnsupportedModelError
+from termgen.vocabulary.cache_groups import Chunk, Window
 
 HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 TORCH_DTYPES = ("float32", "bfloat16", "float16")
-
-
 _QWEN3_5_ROTARY = 0.25
 """The part of a head that is rotated, where a config.json does not say."""
 WeightPrefixes = tuple[tuple[str, str | None], ...]
 _ALL_WEIGHTS: WeightPrefixes = (("", ""),)
+_AROUND_VISION: WeightPrefixes = (("language_model.", ""), ("", None))
 _BESIDE_VISION: WeightPrefixes = (
     ("model.language_model.", "model."),
     ("lm_head.", "lm_head."),
@@ -110,6 +117,8 @@ class ModelConfig:
     """True if each number that attention gives is multiplied by a gate, from the layer's input."""
     unrotated_layers: frozenset[int] = frozenset()
     """Layers without a rotary position embedding."""
+    temperature: Temperature | None = None
+    """Factors of the queries of these layers, by position."""
     has_sinks: bool = False
     """True if each softmax of attention has one more score, a weight of the head."""
     has_output_gate: bool = False
@@ -120,8 +129,8 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     sliding_window: int | None
-    layer_windows: tuple[int | None, ...]
-    """Per layer, how many of the last tokens (itself included) a token sees; None: all."""
+    layer_windows: tuple[Window | None, ...]
+    """Per layer, the part of a context that a token sees; None: all."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
@@ -135,6 +144,8 @@ class ModelConfig:
     weight_prefixes: WeightPrefixes = _ALL_WEIGHTS
     """How tensors' names in the checkpoint begin, and what that stands for; the first counts. None:
     a tensor of another model."""
+    mlp_block: str = "mlp"
+    """The part of a layer that holds its MLP or experts, in a checkpoint."""
     overflows_float16: bool = False
     """True if activations of the family's models are known to leave the range of float16."""
     transformers: TransformersSource | None = None
@@ -292,10 +303,11 @@ class ModelConfig:
             post_norm_eps=family.post_norm_eps,
             has_attention_gate=family.has_attention_gate,
             unrotated_layers=(
-                _unrotated_layers(read, num_layers, rope.theta)
+                muse_unrotated(read, num_layers, rope.theta)
                 if family.has_layer_thetas
-                else frozenset()
+                else family.unrotated_layers
             ),
+            temperature=family.temperature,
             has_sinks=family.has_sinks,
             has_output_gate=family.has_output_gate,
             qkv_bias=family.qkv_bias,
@@ -307,6 +319,7 @@ class ModelConfig:
             bos_token_id=read.token_id("bos_token_id"),
             eos_token_ids=read.token_ids("eos_token_id"),
             weight_prefixes=family.weight_prefixes,
+            mlp_block=family.mlp_block,
             overflows_float16=family.overflows_float16,
             moe=family.moe(read, num_layers) if family.moe is not None else None,
             linear=family.linear(read, num_layers) if family.linear is not None else None,
@@ -328,6 +341,7 @@ class _Family:
     head_dim: int | None = None
     """Head size when the config has none; None: hidden_size / num_attention_heads."""
     sliding_window: int | None = None
+    chunk: Chunk | None = None
     first_window_layer: int = 0
     has_layer_types: bool = False
     rope: ConfigReader | None = None
@@ -343,8 +357,11 @@ class _Family:
     post_norm_eps: float | None = None
     has_attention_gate: bool = False
     has_layer_thetas: bool = False
+    unrotated_layers: frozenset[int] = frozenset()
+    temperature: Temperature | None = None
     has_sinks: bool = False
     weight_prefixes: WeightPrefixes = _ALL_WEIGHTS
+    mlp_block: str = "mlp"
     has_output_gate: bool = False
     partial_rotary: float | None = None
     """The part of a head that is rotated when the config does not say; None: all, always."""
@@ -487,7 +504,7 @@ def _gemma3(read: ConfigReader) -> _Family:
 
 
 def _gemma3_with_vision(read: ConfigReader) -> _Family:
-    return replace(_gemma3(read), weight_prefixes=(("language_model.", ""), ("", None)))
+    return replace(_gemma3(read), weight_prefixes=_AROUND_VISION)
 
 
 def _gemma3n(read: ConfigReader) -> _Family:
@@ -559,6 +576,25 @@ def _muse(read: ConfigReader) -> _Family:
     )
 
 
+def _llama4(read: ConfigReader) -> _Family:
+    attention_bias = read.flag("attention_bias", default=False)
+    return _Family(
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=read.flag("use_qk_norm", default=True),
+        chunk=Chunk(read.integer("attention_chunk_size")),
+        has_layer_types=True,
+        unrotated_layers=llama4_unrotated(read),
+        temperature=llama4_temperature(read),
+        moe=llama4_experts if read.get("moe_layers") else None,
+        mlp_block=LLAMA4_BLOCK,
+    )
+
+
+def _llama4_with_vision(read: ConfigReader) -> _Family:
+    return replace(_llama4(read), weight_prefixes=_AROUND_VISION)
+
+
 _FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
@@ -572,6 +608,8 @@ _FAMILIES: dict[str, Callable[[ConfigReader], _Family]] = {
     "Gemma4ForCausalLM": _gemma4,
     "Gemma4ForConditionalGeneration": _gemma4_with_others,
     "GptOssForCausalLM": _gpt_oss,
+    "Llama4ForCausalLM": _llama4,
+    "Llama4ForConditionalGeneration": _llama4_with_vision,
     "MuseGlimmerForConditionalGeneration": _muse,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "Qwen3_5ForCausalLM": _qwen3_5,
@@ -642,7 +680,9 @@ def read_torch_dtype(read: ConfigReader) -> str:
     return name
 
 
-def _layer_windows(read: ConfigReader, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+def _layer_windows(
+    read: ConfigReader, family: _Family, num_layers: int
+) -> tuple[Window | None, ...]:
     window = family.sliding_window
     kinds = read.get("layer_types") if family.has_layer_types else None
     if kinds is None:
@@ -650,28 +690,12 @@ def _layer_windows(read: ConfigReader, family: _Family, num_layers: int) -> tupl
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
         read.fail("layer_types", f"must be a list of {num_layers} names")
+    meant: dict[str, Window | None] = {"full_attention": None, "sliding_attention": window}
+    if family.chunk is not None:
+        meant = {"full_attention": None, "chunked_attention": family.chunk}
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
+        if not isinstance(kind, str) or kind not in meant:
             raise UnsupportedModelError(f"config.json: layer_types has {kind!r}, not supported")
         if kind == "sliding_attention" and window is None:
             read.fail("layer_types", "has sliding_attention, but no sliding_window is in use")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _unrotated_layers(read: ConfigReader, num_layers: int, theta: float) -> frozenset[int]:
-    """Layers whose own theta is 0; the value of the others counts nowhere, so it has to agree."""
-    thetas = read.get("layer_rope_theta")
-    if thetas is None:
-        return muse_full_layers(num_layers)
-    if not isinstance(thetas, list | tuple) or len(thetas) != num_layers:
-        read.fail("layer_rope_theta", f"must be a list of {num_layers} numbers")
-    for layer, value in enumerate(thetas):
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            read.fail("layer_rope_theta", f"must hold numbers, not {value!r}")
-        if value not in (0, theta):
-            read.fail(
-                "layer_rope_theta",
-                f"is {value} at layer {layer}, but layers rotate by rope_theta {theta} or, at 0,"
-                " not at all",
-            )
-    return frozenset(layer for layer, value in enumerate(thetas) if not value)
+    return tuple(meant[kind] for kind in kinds)

@@ -100,8 +100,8 @@ def read_rope(
     if rope_type == "llama3":
         low = rope.number("low_freq_factor", above=0.0)
         high = rope.number("high_freq_factor", above=0.0)
-        if high <= low:
-            rope.fail("high_freq_factor", f"must be above low_freq_factor {low}")
+        if high < low:
+            rope.fail("high_freq_factor", f"must not be below low_freq_factor {low}")
     return RopeConfig(
         theta=theta,
         type=rope_type,

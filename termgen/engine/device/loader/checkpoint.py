@@ -145,22 +145,22 @@ def _mlp_sizes(
     expected: dict[str, tuple[int, ...]] = {}
     moe, hidden = config.moe, config.hidden_size
     if moe is None or moe.is_beside_mlp:
-        expected[f"{prefix}.mlp.up_proj"] = (config.intermediate_size, hidden)
+        expected[f"{prefix}.{config.mlp_block}.up_proj"] = (config.intermediate_size, hidden)
     if moe is None:
         return expected
     if moe.shared_intermediate_size is not None:
-        shared = f"{prefix}.mlp.shared_expert.up_proj"
+        shared = f"{prefix}.{config.mlp_block}.shared_expert.up_proj"
         expected[shared] = (moe.shared_intermediate_size, hidden)
     sizes = (2 * moe.intermediate_size, hidden)
-    block = prefix if moe.is_beside_mlp else f"{prefix}.mlp"
+    block = prefix if moe.is_beside_mlp else f"{prefix}.{config.mlp_block}"
     stacked = f"{block}.experts.gate_up_proj"
     if stacked in shapes or moe.is_beside_mlp:
         expected[stacked] = (moe.num_experts, *(sizes[::-1] if moe.is_transposed else sizes))
-    elif moe.is_transposed:
+        return expected
+    last = f"{prefix}.{moe.names.block}.experts.{moe.num_experts - 1}"
+    if moe.is_transposed and f"{last}.{moe.names.up}.weight" not in shapes:
         raise CorruptFileError(f"{source}: the tensor {stacked} is missing")
-    else:
-        last = f"{prefix}.{moe.names.block}.experts.{moe.num_experts - 1}"
-        expected[f"{last}.{moe.names.up}"] = (moe.intermediate_size, hidden)
+    expected[f"{last}.{moe.names.up}"] = (moe.intermediate_size, hidden)
     return expected
 
 

@@ -9,11 +9,9 @@ import torch
 
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import Build
-from termgen.engine.device.layers.matrix_list import ExpertList
-from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter, parameter_slot
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
-from termgen.engine.device.models.mlp import Matrices, SparseMoe
+from termgen.engine.device.models.mlp import SparseMoe, transposed_slot
 from termgen.vocabulary.cache_groups import Window
 
 
@@ -26,41 +24,16 @@ class GptOssMoe(SparseMoe):
         yield from self.router.weight_slots(path)
         assert self.gate_up_bias is not None and self.down_bias is not None
         gate_up, down = f"{path}.experts.gate_up_proj", f"{path}.experts.down_proj"
-        yield _experts_slot(gate_up, self.gate_up, _apart)
+        num = self._moe.num_experts
+        yield transposed_slot(gate_up, self.gate_up, num, _apart)
         yield _bias_slot(f"{gate_up}_bias", self.gate_up_bias, _apart)
-        yield _experts_slot(down, self.down, lambda tensor: tensor)
+        yield transposed_slot(down, self.down, num)
         yield _bias_slot(f"{down}_bias", self.down_bias, lambda tensor: tensor)
 
 
 def _apart(rows: torch.Tensor) -> torch.Tensor:
     """rows [n, 2 * inner, ...]: gate and up taking turns -> those of gate, then those of up."""
     return torch.cat((rows[:, ::2], rows[:, 1::2]), 1)
-
-
-def _experts_slot(
-    name: str, experts: Matrices, ordered: Callable[[torch.Tensor], torch.Tensor]
-) -> WeightSlot:
-    """A slot for experts [num_experts, out, in]; one after another, for a layer may be gigabytes"""
-    num_experts, size_out, size_in = experts.shape
-
-    def load_some(tensor: torch.Tensor, first: int) -> None:
-        for number, matrix in enumerate(tensor, first):
-            experts[number] = ordered(matrix.T[None])[0]
-
-    def load(tensor: torch.Tensor) -> None:
-        load_some(tensor, 0)
-
-    slot = WeightSlot(name, (num_experts, size_in, size_out), "matrix", load, load_some)
-    if not isinstance(experts, ExpertList):
-        return slot
-
-    def load_stored(rows: StoredRows, first: int) -> None:
-        """Rows of whole experts, [out, in], counted through all."""
-        for place, matrix in enumerate(torch.split(rows.blocks, size_out)):
-            blocks = ordered(matrix[None])[0]
-            experts.load_stored(first // size_out + place, StoredRows(rows.kind, blocks))
-
-    return replace(slot, kinds=experts.kinds, load_stored=load_stored)
 
 
 def _bias_slot(

@@ -11,6 +11,7 @@ from torch import nn
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import Build, Linear
 from termgen.engine.device.layers.matrix_list import ExpertList
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.weight_slot import WeightSlot, rows_slot
 
 
@@ -19,6 +20,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self._activation = config.hidden_act
+        self._block = config.mlp_block
         self._ops = build.ops
         gate_up = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = Linear(hidden, gate_up, bias=bias, build=build)
@@ -32,8 +34,8 @@ class GatedMLP(nn.Module):
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """prefix: the checkpoint's path of the layer."""
-        yield from self.gate_up_proj.weight_slots(f"{prefix}.mlp")
-        yield from self.down_proj.weight_slots(f"{prefix}.mlp")
+        yield from self.gate_up_proj.weight_slots(f"{prefix}.{self._block}")
+        yield from self.down_proj.weight_slots(f"{prefix}.{self._block}")
 
 
 class SparseMoe(nn.Module):
@@ -47,14 +49,16 @@ class SparseMoe(nn.Module):
         assert moe is not None, "a layer without experts"
         hidden, inner, num = config.hidden_size, moe.intermediate_size, moe.num_experts
         self._moe = moe
+        self._block = config.mlp_block
         self._activation = config.hidden_act
         self._ops = build.ops
         self._run: Callable[..., torch.Tensor] = build.ops.experts
         router = {moe.names.router: num}
         num_matrices = num
         if moe.has_shared_of_same_size:
-            router["shared_expert_gate"] = 1
             num_matrices += 1
+            if not moe.weighs_inputs:
+                router["shared_expert_gate"] = 1
         self.gate_up = _matrices((num_matrices, 2 * inner, hidden), build)
         self.down = _matrices((num_matrices, hidden, inner), build)
         self.router = Linear(hidden, router, bias=moe.has_biases, build=build.for_routers)
@@ -78,6 +82,7 @@ class SparseMoe(nn.Module):
             down_bias=self.down_bias,
             clamp=self._moe.clamp,
             has_shared=self._moe.has_shared_of_same_size,
+            weighs_inputs=self._moe.weighs_inputs,
         )
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -90,10 +95,12 @@ class SparseMoe(nn.Module):
             *gate_up, down = self._expert_slots(path, expert)
             pieces[0].extend(gate_up)
             pieces[1].append(down)
-        yield stack_slot(f"{prefix}.mlp.experts.gate_up_proj", self.gate_up, num, *pieces[0])
-        yield stack_slot(f"{prefix}.mlp.experts.down_proj", self.down, num, *pieces[1])
+        yield stack_slot(
+            f"{prefix}.{self._block}.experts.gate_up_proj", self.gate_up, num, *pieces[0]
+        )
+        yield stack_slot(f"{prefix}.{self._block}.experts.down_proj", self.down, num, *pieces[1])
         if self._moe.has_shared_of_same_size:
-            yield from self._expert_slots(f"{prefix}.mlp.shared_expert", num)
+            yield from self._expert_slots(f"{prefix}.{self._block}.shared_expert", num)
 
     def _expert_slots(self, path: str, expert: int) -> Iterator[WeightSlot]:
         """Gate, up and down of one expert."""
@@ -103,7 +110,7 @@ class SparseMoe(nn.Module):
         yield expert_slot(f"{path}.{names.down}.weight", self.down, expert, 0, self.down.shape[1])
 
     def _router_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        slots = self.router.weight_slots(f"{prefix}.mlp")
+        slots = self.router.weight_slots(f"{prefix}.{self._block}")
         others = self.router.weight_slots(f"{prefix}.{self._moe.names.block}")
         for slot, other in zip(slots, others, strict=True):
             yield slot if other.name == slot.name else replace(slot, pieces=(other,))
@@ -128,6 +135,38 @@ def expert_slot(
     if isinstance(matrices, ExpertList):
         return matrices.rows_slot(name, expert, first_row, num_rows)
     return rows_slot(name, matrices[expert, first_row : first_row + num_rows])
+
+
+def transposed_slot(
+    name: str,
+    matrices: Matrices,
+    num: int,
+    ordered: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    *pieces: WeightSlot,
+) -> WeightSlot:
+    """The matrices of the first `num` experts, each [in, out] in the checkpoint; one after another,
+    for a layer may be gigabytes. ordered: what puts rows [1, out, in] in their places."""
+    _, size_out, size_in = matrices.shape
+
+    def load_some(tensor: torch.Tensor, first: int) -> None:
+        for number, matrix in enumerate(tensor, first):
+            matrices[number] = matrix.T if ordered is None else ordered(matrix.T[None])[0]
+
+    def load(tensor: torch.Tensor) -> None:
+        load_some(tensor, 0)
+
+    shape = (num, size_in, size_out)
+    slot = WeightSlot(name, shape, "matrix", load, load_some, pieces=pieces)
+    if not isinstance(matrices, ExpertList):
+        return slot
+
+    def load_stored(rows: StoredRows, first: int) -> None:
+        """Rows of whole experts, [out, in], counted through all."""
+        for place, matrix in enumerate(torch.split(rows.blocks, size_out)):
+            blocks = matrix if ordered is None else ordered(matrix[None])[0]
+            matrices.load_stored(first // size_out + place, StoredRows(rows.kind, blocks))
+
+    return replace(slot, kinds=matrices.kinds, load_stored=load_stored)
 
 
 def stack_slot(name: str, matrices: Matrices, num: int, *pieces: WeightSlot) -> WeightSlot:

@@ -28,6 +28,8 @@ class Carried:
     gate: torch.Tensor | None = None
     """[T, num_heads * head_dim], in a family that gates attention: made by the piece ahead of an
     attention, used up by the piece after it."""
+    temperature: torch.Tensor | None = None
+    """[T, 1, 1] float32, in a family where queries have a factor that grows with the position."""
     per_layer: torch.Tensor | None = None
     """[T, num_layers, size], in a family whose layers have an input of their own each."""
     streams: torch.Tensor | None = None

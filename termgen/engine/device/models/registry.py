@@ -38,6 +38,8 @@ MODELS = {
     "Gemma4ForCausalLM": "termgen.engine.device.models.gemma4:Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration": "termgen.engine.device.models.gemma4:Gemma4ForCausalLM",
     "GptOssForCausalLM": "termgen.engine.device.models.gpt_oss:GptOssForCausalLM",
+    "Llama4ForCausalLM": "termgen.engine.device.models.llama4:Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration": "termgen.engine.device.models.llama4:Llama4ForCausalLM",
     "MuseGlimmerForConditionalGeneration": (
         "termgen.engine.device.models.muse_glimmer:MuseGlimmerForCausalLM"
     ),

@@ -65,6 +65,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "muse_glimmer",
         {"head_dim": 128, "sliding_window": 24, "num_hidden_layers": 3, "rms_norm_eps": 1e-5},
     ),
+    "llama4": (
+        "llama4_text",
+        {"head_dim": 128, "attention_chunk_size": 24, "num_hidden_layers": 3, "floor_scale": 16},
+    ),
     "gemma3": (
         "gemma3_text",
         {
@@ -127,8 +131,8 @@ def _cases() -> list[Any]:
         gemma = {family for family in FAMILIES if family.startswith("gemma")}
         families = set(FAMILIES) - (gemma if dtype is _F16 else set())
         if device == "cpu":  # Gemma 3n and 4 have all that is in Gemma 2 and 3, but for caps
-            own = {*gemma, "muse", "qwen3_5"} - {"gemma3"}
-            families = {"qwen3"} if dtype is _F16 else own
+            own = {*gemma, "llama4", "muse", "qwen3_5"} - {"gemma3"}
+            families = {"qwen3", "llama4"} if dtype is _F16 else own
         for family in sorted(families):
             name = f"{family}-{where.id}"
             cases.append(pytest.param(family, device, dtype, marks=where.marks, id=name))

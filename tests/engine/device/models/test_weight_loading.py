@@ -42,6 +42,7 @@ def read_tensors(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
         "qwen3_moe",
         "mixtral",
         "gpt_oss",
+        "llama4_text",
         "muse_glimmer",
         "qwen3_5_text",
         "qwen3_5_moe_text",

@@ -26,7 +26,10 @@ from termgen.engine.device.runner.memory import weight_bytes
 from termgen.engine.loop.engine import SyncEngine
 
 TinyModelDir = Callable[..., Path]
-FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "gemma4_moe", "qwen3_5_moe_text", "qwen3_next")
+FAMILIES = (
+    *("qwen3_moe", "mixtral", "gpt_oss", "gemma4_moe"),
+    *("qwen3_5_moe_text", "qwen3_next", "llama4_text"),
+)
 Q = gguf.GGMLQuantizationType
 
 

@@ -60,6 +60,7 @@ def mixed_load(engine: SyncEngine, seed: int) -> tuple[dict[str, list[int]], lis
         "gemma4_moe",
         "qwen3_moe",
         "gpt_oss",
+        "llama4_text",
         "muse_glimmer",
     ],
 )
@@ -92,6 +93,7 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(
         ("piecewise", "qwen3", {"PIECEWISE"}, {"PIECEWISE"}),
         ("piecewise", "gemma3_text", {"PIECEWISE"}, {"PIECEWISE"}),
         ("piecewise", "muse_glimmer", {"PIECEWISE"}, {"PIECEWISE"}),
+        ("piecewise", "llama4_text", {"PIECEWISE"}, {"PIECEWISE"}),
         ("full_and_piecewise", "qwen3_moe", {"FULL"}, {"PIECEWISE"}),
         ("full_decode_only", "llama", {"FULL"}, {"NONE"}),
     ],

@@ -90,6 +90,7 @@ def run(engine: SyncEngine, seed: int = 31) -> tuple[dict[str, list[int]], list[
         ("gemma4_moe", True),
         ("qwen3_moe", False),
         ("gpt_oss", False),
+        ("llama4_text", True),
         ("muse_glimmer", True),
     ],
 )

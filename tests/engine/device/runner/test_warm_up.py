@@ -102,6 +102,13 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
             "batches": [1, 5, 6],
             "num_blocks": 30,
         },
+        {  # chunks, factors of queries, experts with weighted inputs
+            **common,
+            "folder": str(tiny_model_dir("llama4_text")),
+            "settings": {**settings, "max_num_seqs": 6},
+            "batches": [1, 5, 6],
+            "num_blocks": 60,
+        },
         {  # a gate of attention, in pieces
             **common,
             "folder": str(tiny_model_dir("muse_glimmer", num_hidden_layers=3)),
@@ -162,9 +169,9 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
     for case, found in zip(cases, results, strict=True):
         assert not found["late"], (case, found["late"])
         assert found["modes"] == MODES[case["graphs"]]
-        has_experts = "moe" in case["folder"] or "gpt_oss" in case["folder"]
+        has_experts = any(name in case["folder"] for name in ("moe", "gpt_oss", "llama4"))
         num_kernels = 18 + 3 * has_experts - (case["graphs"] == "piecewise")
-        num_kernels += "muse" in case["folder"]
+        num_kernels += "muse" in case["folder"] or "llama4" in case["folder"]
         num_kernels += "gemma4_moe" in case["folder"]  # the activation of an MLP, too
         num_kernels += DELTA_KERNELS * ("qwen3_5" in case["folder"])
         assert len(found["kernels"]) == num_kernels, found["kernels"]
