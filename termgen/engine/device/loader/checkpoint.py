@@ -128,7 +128,8 @@ def check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], sour
                 expected[f"{prefix}.self_attn.k_proj"] = (kv_size, hidden)
         expected |= _mlp_sizes(own, prefix, shapes, source)
     for stem, shape in expected.items():
-        name = stem if stem.endswith("gate_up_proj") else f"{stem}.weight"
+        is_stack = stem.endswith("gate_up_proj") and f"{stem}.weight" not in shapes
+        name = stem if is_stack else f"{stem}.weight"
         if name not in shapes:
             raise CorruptFileError(f"{source}: the tensor {name} is missing")
         if shapes[name] != shape:
@@ -156,6 +157,9 @@ def _mlp_sizes(
     stacked = f"{block}.experts.gate_up_proj"
     if stacked in shapes or moe.is_beside_mlp:
         expected[stacked] = (moe.num_experts, *(sizes[::-1] if moe.is_transposed else sizes))
+        return expected
+    if f"{stacked}.weight" in shapes:  # of a GGUF file
+        expected[stacked] = (moe.num_experts, *sizes)
         return expected
     last = f"{prefix}.{moe.names.block}.experts.{moe.num_experts - 1}"
     if moe.is_transposed and f"{last}.{moe.names.up}.weight" not in shapes:

@@ -18,6 +18,7 @@ from termgen.engine.device.loader.gguf_families import (
     DELTA_NETS,
     EXPERTS,
     gpt_oss,
+    llama4,
     num_draft_layers,
     qwen3_5,
     qwen3_5_moe,
@@ -35,6 +36,7 @@ _ALL_ENDS = ("eos", "eot", "eom")
 
 # GGUF stores Llama 3's rope scaling as one factor per frequency. All Llama 3.x models share these.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+_LLAMA4_HIGH = 1.0
 # Constants of Gemma 3 for which most of its files have no key: what llama.cpp takes them to be.
 _GEMMA3_THETA, _GEMMA3_WINDOW_THETA, _GEMMA3_PATTERN = 1e6, 1e4, 6
 _GEMMA3_27B_LAYERS = 62
@@ -91,13 +93,14 @@ _READ = {
         "attention.shared_kv_layers",
         "final_logit_softcapping",
     ),
+    "llama4": ("expert_gating_func", "interleave_moe_layer_step"),
     "gemma4": ("attention.shared_kv_layers", "final_logit_softcapping"),
     "muse-glimmer": ("final_logit_softcapping", "logit_scale"),
     **dict.fromkeys(DELTA_NETS, _DELTA_NET_KEYS),
     **dict.fromkeys(("qwen35moe", "qwen3next"), (*_DELTA_NET_KEYS, "expert_shared_count")),
 }
 """Keys among them that belong to a supported architecture after all."""
-_OWN_SIZES = frozenset({"qwen35moe", "qwen3next", "gpt-oss", "gemma3n", "gemma4"})
+_OWN_SIZES = frozenset({"qwen35moe", "qwen3next", "gpt-oss", "gemma3n", "gemma4", "llama4"})
 """Architectures whose MLP, if they have any, is not of the one size in `feed_forward_length`."""
 _UNSCALED = frozenset({"gemma3n", "gemma4"})
 """Architectures whose scores of attention have no factor."""
@@ -399,12 +402,17 @@ def _yarn(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any]:
     return scaling
 
 
-def llama3_factors(head_dim: int, theta: float, factor: float) -> npt.NDArray[np.float64]:
+def llama3_factors(
+    head_dim: int, theta: float, factor: float, high: float = _LLAMA3_HIGH
+) -> npt.NDArray[np.float64]:
     """The divisor of each rotary frequency under Llama 3's scaling, [head_dim / 2]."""
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     turns = _LLAMA3_CONTEXT * frequencies / (2 * math.pi)
     # Few turns within the trained context: divided in full; many: left alone; a ramp between.
-    smooth = np.clip((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0, 1.0)
+    if high == _LLAMA3_LOW:
+        smooth = np.where(turns < high, 0.0, 1.0)
+    else:
+        smooth = np.clip((turns - _LLAMA3_LOW) / (high - _LLAMA3_LOW), 0.0, 1.0)
     return np.asarray(1.0 / ((1.0 - smooth) / factor + smooth))
 
 
@@ -412,16 +420,17 @@ def _llama3(keys: GGUFKeys, values: npt.NDArray[np.float32], theta: float) -> di
     """Recover the parameters from the factors they produced, and check that they produce them."""
     largest = float(values.max())
     factor = float(round(largest)) if math.isfinite(largest) else 0.0
-    if factor > 1 and np.allclose(
-        llama3_factors(2 * len(values), theta, factor), values, rtol=1e-3, atol=0
-    ):
-        return {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": _LLAMA3_LOW,
-            "high_freq_factor": _LLAMA3_HIGH,
-            "original_max_position_embeddings": _LLAMA3_CONTEXT,
-        }
+    for high in (_LLAMA3_HIGH, _LLAMA4_HIGH):
+        if factor > 1 and np.allclose(
+            llama3_factors(2 * len(values), theta, factor, high), values, rtol=1e-3, atol=0
+        ):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": _LLAMA3_LOW,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": _LLAMA3_CONTEXT,
+            }
     keys.refuse(f"the rope factors in {ROPE_FACTORS} are not Llama 3's")
 
 
@@ -436,4 +445,5 @@ _FAMILIES: dict[str, Callable[[GGUFKeys, dict[str, Any]], dict[str, Any]]] = {
     "qwen35moe": qwen3_5_moe,
     "qwen3next": qwen3_next,
     "gpt-oss": gpt_oss,
+    "llama4": llama4,
 }

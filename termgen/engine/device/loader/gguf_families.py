@@ -11,13 +11,18 @@ from termgen.engine.device.loader.gguf_keys import GGUFKeys
 
 DELTA_NETS = frozenset({"qwen35", "qwen35moe", "qwen3next"})
 """Architectures some of whose layers are gated delta nets. Those heads are rotated in part."""
-EXPERTS = frozenset({"qwen3moe", "qwen35moe", "qwen3next", "gpt-oss", "gemma4"})
-"""Architectures every layer of which has experts; of gemma4, in some models."""
+EXPERTS = frozenset({"qwen3moe", "qwen35moe", "qwen3next", "gpt-oss", "gemma4", "llama4"})
+"""Architectures every layer of which has experts; of gemma4, in some models, and of llama4 every so
+many layers."""
 
 # What llama.cpp takes a key to be that a file does not have.
 _FULL_ATTENTION_INTERVAL = 4
 _GPT_OSS_PATTERN = 2
 _CONV_TAPS = 4
+# Constants of Llama 4 for which there are no keys at all.
+_LLAMA4_CHUNK, _LLAMA4_PERIOD, _LLAMA4_INTERVAL, _LLAMA4_SCALE = 8192, 4, 8192, 0.1
+_MAVERICK_EXPERTS = 128
+_SIGMOID = 2
 
 
 def num_draft_layers(keys: GGUFKeys) -> int:
@@ -78,6 +83,30 @@ def gpt_oss(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": keys.size("expert_feed_forward_length"),
         "sliding_window": keys.size("attention.sliding_window"),
         "layer_types": keys.window_layers(config["num_hidden_layers"], _GPT_OSS_PATTERN),
+    }
+
+
+def llama4(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any]:
+    for key, meant in (
+        ("attention.sliding_window", _LLAMA4_CHUNK),
+        ("expert_gating_func", _SIGMOID),
+    ):
+        if (value := keys.get(keys.full(key), meant)) != meant:
+            keys.refuse(f"{keys.full(key)} {str(value)[:40]} is not supported, only {meant}")
+    chosen = experts(keys)
+    return {
+        "num_local_experts": chosen["num_experts"],
+        "num_experts_per_tok": chosen["num_experts_per_tok"],
+        "intermediate_size": keys.size("expert_feed_forward_length"),
+        "intermediate_size_mlp": keys.size("feed_forward_length"),
+        "interleave_moe_layer_step": keys.size("interleave_moe_layer_step"),
+        # The larger of the two models alone does not normalise q and k.
+        "use_qk_norm": chosen["num_experts"] != _MAVERICK_EXPERTS,
+        "attention_chunk_size": _LLAMA4_CHUNK,
+        "no_rope_layer_interval": _LLAMA4_PERIOD,
+        "attn_temperature_tuning": True,
+        "floor_scale": _LLAMA4_INTERVAL,
+        "attn_scale": _LLAMA4_SCALE,
     }
 
 

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "gemma3n": ("Gemma3nForCausalLM", "gemma3n_text"),
+    "llama4": ("Llama4ForCausalLM", "llama4_text"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
 }
 ROPE_FACTORS = "rope_freqs.weight"

@@ -110,8 +110,18 @@ _GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
 }
+_LLAMA4 = {
+    **_ATTENTION,
+    **{part: name.replace("mlp.", "feed_forward.") for part, name in _MLP.items()},
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+    "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+    "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+}
 _PLAIN = {
     "llama": _LLAMA,
+    "llama4": _LLAMA4,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "gemma2": _GEMMA,
@@ -193,6 +203,8 @@ def layer_recipes(architecture: str, config: ModelConfig) -> dict[str, Recipe]:
         more.append(Recipe("altup.correct_output_scale", ("altup_correct_scale.weight",)))
     elif architecture == "gemma4":
         more += _gemma4()
+    elif architecture == "llama4":
+        more += _stacked_experts("feed_forward.experts", suffix=".weight")
     elif config.moe is not None:
         more += _stacked_experts("mlp.experts")
         if config.moe.shared_intermediate_size is not None:
@@ -231,13 +243,13 @@ def _moved(name: str, stored: tuple[str, ...], change: Change) -> Recipe:
     return Recipe(name, stored, change, by_rows=False, of_blocks=change)
 
 
-def _stacked_experts(path: str) -> list[Recipe]:
-    gate_up = f"{path}.gate_up_proj"
+def _stacked_experts(path: str, suffix: str = "") -> list[Recipe]:
+    gate_up = f"{path}.gate_up_proj{suffix}"
     parts = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
     return [
         Recipe(gate_up, parts, _one_after_the_other, of_blocks=_one_after_the_other),
         Recipe(gate_up, ("ffn_gate_up_exps.weight",)),
-        Recipe(f"{path}.down_proj", ("ffn_down_exps.weight",)),
+        Recipe(f"{path}.down_proj{suffix}", ("ffn_down_exps.weight",)),
     ]
 
 

@@ -141,8 +141,10 @@ def _slots_in(wanted: Iterable[WeightSlot], present: set[str]) -> dict[str, Weig
     """Slots by name, in the form that this checkpoint has them."""
     slots: dict[str, WeightSlot] = {}
     for slot in wanted:
-        form = slot.pieces if slot.pieces and slot.name not in present else (slot,)
-        slots.update((piece.name, piece) for piece in form)
+        if slot.pieces and slot.name not in present:
+            slots.update(_slots_in(slot.pieces, present))
+        else:
+            slots[slot.name] = slot
     return slots
 
 
@@ -216,7 +218,7 @@ def load_dummy(model: DummyTarget, seed: int) -> None:
 def _smallest(slots: Iterable[WeightSlot]) -> Iterator[WeightSlot]:
     """Pieces in place of slots that have them: less has to be held at a time."""
     for slot in slots:
-        yield from slot.pieces or (slot,)
+        yield from _smallest(slot.pieces) if slot.pieces else (slot,)
 
 
 def _random_tensor(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:

@@ -12,16 +12,18 @@ from termgen.engine.device.attention.base import ForwardContext
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.linear import Build
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
-from termgen.engine.device.models.mlp import GatedMLP, SparseMoe, transposed_slot
+from termgen.engine.device.models.mlp import GatedMLP, SparseMoe, stack_slot, transposed_slot
 from termgen.engine.device.models.pieces import Carried
 from termgen.engine.device.recurrent.base import GatedDeltaNet
 from termgen.vocabulary.cache_groups import Window
 
 
 class Llama4Moe(SparseMoe):
-    """A checkpoint has the experts in tensors [num_experts, in, out], or one by one."""
+    """A checkpoint has the experts in tensors [num_experts, in, out], and a GGUF file in such of
+    [num_experts, out, in]; or they come one by one."""
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         num, path = self._moe.num_experts, f"{prefix}.{self._block}"
@@ -29,9 +31,12 @@ class Llama4Moe(SparseMoe):
         pieces = [list(self._expert_slots(f"{path}.experts.{i}", i)) for i in range(num)]
         gate_up = [piece for (*gate_up, _) in pieces for piece in gate_up]
         down = [piece for (*_, piece) in pieces]
-        stacked = f"{path}.experts"
-        yield transposed_slot(f"{stacked}.gate_up_proj", self.gate_up, num, None, *gate_up)
-        yield transposed_slot(f"{stacked}.down_proj", self.down, num, None, *down)
+        for name, matrices, single in (
+            (f"{path}.experts.gate_up_proj", self.gate_up, gate_up),
+            (f"{path}.experts.down_proj", self.down, down),
+        ):
+            stacked = stack_slot(f"{name}.weight", matrices, num, *single)
+            yield transposed_slot(name, matrices, num, None, stacked)
         yield from self._expert_slots(f"{path}.shared_expert", num)
 
 
@@ -78,11 +83,23 @@ class Llama4Layer(DecoderLayer):
 def _in_halves(slot: WeightSlot, head_dim: int) -> WeightSlot:
     """The same slot for rows in pairs: the first of each pair go to a head's first half."""
 
-    def load(tensor: torch.Tensor) -> None:
-        pairs = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:])
-        slot.load(pairs.transpose(1, 2).flatten(0, 2))
+    def in_halves(rows: torch.Tensor) -> torch.Tensor:
+        pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).flatten(0, 2)
 
-    return replace(slot, load=load, load_rows=None, kinds=frozenset(), load_stored=None)
+    def load(tensor: torch.Tensor) -> None:
+        slot.load(in_halves(tensor))
+
+    parts: list[torch.Tensor] = []
+
+    def load_stored(rows: StoredRows, first: int) -> None:
+        parts.append(rows.blocks)
+        if first + len(rows.blocks) == slot.shape[0]:  # a part may end inside a head
+            assert slot.load_stored is not None
+            slot.load_stored(StoredRows(rows.kind, in_halves(torch.cat(parts))), 0)
+            parts.clear()
+
+    return replace(slot, load=load, load_rows=None, load_stored=load_stored)
 
 
 class Llama4ForCausalLM(CausalDecoder):
