@@ -223,8 +223,7 @@ class DeviceInfo:
     num_blocks: int
     block_size: int
     windows: tuple[Window | None, ...]
-    """Per group of layers with a block table of its own, the part of a context that it keeps;
-    None: all."""
+    """Per group of layers with a block table of its own, what it keeps of a context; None: all."""
     max_model_len: int
     vocab_size: int
     attention_backend: str

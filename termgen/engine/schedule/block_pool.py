@@ -19,6 +19,7 @@ import numpy.typing as npt
 from termgen.engine.schedule.state_cache import StateCache
 from termgen.vocabulary.cache_groups import Chunk, Window, first_key, most_keys, window_name
 from termgen.vocabulary.events import BlockState, HitLimit, PrefixHit
+from termgen.vocabulary.request import IntArray
 
 NULL_BLOCK = 0
 """Never allocated; padded rows and released rows write here."""
@@ -227,6 +228,21 @@ def block_key(group: int, block_hash: bytes) -> bytes:
 def first_seen(position: int, window: Window, block_size: int) -> int:
     """The first block that the token at `position` sees."""
     return first_key(position, window) // block_size
+
+
+def first_seen_of(positions: IntArray, window: Window, block_size: int) -> IntArray:
+    """The same of many positions."""
+    if isinstance(window, Chunk):
+        return (positions - positions % window.size) // block_size
+    return np.maximum(positions - (window - 1), 0) // block_size
+
+
+def reuse_order(blocks: IntArray, window: Window) -> list[int]:
+    """Blocks of one text that are given up, those first that a hit is least likely to need. What a
+    hit inside a chunk needs begins where the chunk does, and what one under a sliding window needs
+    ends where the window does."""
+    ordered: list[int] = (blocks[::-1] if isinstance(window, Chunk) else blocks).tolist()
+    return ordered
 
 
 class PrefixSearch:

@@ -18,18 +18,13 @@ from termgen.engine.schedule.block_pool import (
     PrefixSearch,
     block_key,
     first_seen,
+    first_seen_of,
+    reuse_order,
 )
 from termgen.engine.schedule.state_cache import StateCache
-from termgen.vocabulary.cache_groups import Chunk, Window, longest_context
+from termgen.vocabulary.cache_groups import Window, longest_context
 from termgen.vocabulary.events import HitLimit, PrefixHit
 from termgen.vocabulary.request import IntArray, Request, hash_blocks
-
-
-def first_keys(positions: IntArray, window: Window) -> IntArray:
-    """`first_key` of many positions."""
-    if isinstance(window, Chunk):
-        return positions - positions % window.size
-    return np.maximum(positions - (window - 1), 0)
 
 
 class KVCacheManager:
@@ -225,7 +220,7 @@ class KVCacheManager:
         blocks in front of them less often. Blocks that were found in the cache count as others.
         """
         for group, window in self._windowed:
-            unseen = first_keys(positions, window) // self.block_size
+            unseen = first_seen_of(positions, window, self.block_size)
             if self.enable_prefix_caching:
                 unseen = np.minimum(unseen, self.num_registered[slots])
             for i in np.flatnonzero(unseen > self.num_dropped[group, slots]).tolist():
@@ -233,11 +228,8 @@ class KVCacheManager:
                 first = int(self.num_dropped[group, slot])
                 row = self.block_tables[group, slot]
                 found = min(max(first, int(self._num_found[slot])), end)
-                # What a hit inside a chunk needs begins where the chunk does, and what one under a
-                # sliding window needs ends where it does: the other end is used again first.
-                order = -1 if isinstance(window, Chunk) else 1
-                self.pool.release(row[first:found][::order].tolist())
-                self.pool.release(row[found:end][::order].tolist(), reuse_soon=True)
+                self.pool.release(reuse_order(row[first:found], window))
+                self.pool.release(reuse_order(row[found:end], window), reuse_soon=True)
                 if self.given_up is not None and not self.enable_prefix_caching:
                     self.given_up += row[first:end].tolist()
                 row[first:end] = NULL_BLOCK

@@ -15,9 +15,8 @@ anywhere; its row of the block table names them in the order of the sequence:
 
     position p of row b  ->  kv_cache[block_table[b, p // block_size], p % block_size]
 
-A token sees itself and the tokens before it; under a sliding window of w, the last w of these, and
-in chunks of c, those from the last multiple of c on. The query heads are in groups of equal size,
-each of which shares one key head.
+A token sees itself and the tokens before it; under a sliding window of w, the last w of these; in
+chunks of c, those from the last multiple of c on. Query heads share key heads in equal groups.
 
 Two things are for the families that have them. A soft cap of c turns every score s into
 c * tanh(s / c). A sink is one more score for a head's softmax, which belongs to no token: it takes
