@@ -78,34 +78,33 @@ def llama4_keys(read: ConfigReader) -> ConfigReader:
             "config.json: rope_type 'yarn' is not supported for Llama 4 models"
         )
     num_layers = text.integer("num_hidden_layers", most=1024)
-    sparse = _sparse_layers(text, num_layers)
+    rotates = _rotating_layers(text, num_layers)
     changed = {
-        "layer_types": _layer_types(text, num_layers),
-        "moe_layers": sparse,
+        "no_rope_layers": rotates,
+        "layer_types": _layer_types(text, rotates),
+        "moe_layers": _sparse_layers(text, num_layers),
         "intermediate_size": text.integer("intermediate_size_mlp"),
         "moe_intermediate_size": text.integer("intermediate_size"),
     }
     return ConfigReader({**values, **changed}, text.prefix)
 
 
-def _layer_types(text: ConfigReader, num_layers: int) -> list[str]:
-    """Chunks in the layers that rotate, and all tokens in the others."""
-    rotates = _rotating_layers(text, num_layers)
-    types = [_CHUNKED if rotating else _FULL for rotating in rotates]
+def _layer_types(text: ConfigReader, rotates: list[bool]) -> list[str]:
+    """Chunks where layers rotate, if nothing else is said; in small models, these see all."""
     given = text.get("layer_types")
     if given is None:
-        return types
-    if not isinstance(given, list | tuple) or len(given) != num_layers:
-        text.fail("layer_types", f"must be a list of {num_layers} names")
-    for layer, (name, meant) in enumerate(zip(given, types, strict=True)):
+        return [_CHUNKED if rotating else _FULL for rotating in rotates]
+    if not isinstance(given, list | tuple) or len(given) != len(rotates):
+        text.fail("layer_types", f"must be a list of {len(rotates)} names")
+    for layer, (name, rotating) in enumerate(zip(given, rotates, strict=True)):
         if name not in (_FULL, _CHUNKED):
             raise UnsupportedModelError(f"config.json: layer_types has {name!r}, not supported")
-        if name != meant:
+        if name == _CHUNKED and not rotating:
             text.fail(
                 "layer_types",
-                f"has {name} at layer {layer}, but no_rope_layers makes it {meant}",
+                f"has {name} at layer {layer}, which does not rotate by no_rope_layers",
             )
-    return types
+    return list(given)
 
 
 def _rotating_layers(text: ConfigReader, num_layers: int) -> list[bool]:
@@ -137,7 +136,7 @@ def _sparse_layers(text: ConfigReader, num_layers: int) -> list[int]:
 
 def llama4_unrotated(read: ConfigReader) -> frozenset[int]:
     """The layers that do not rotate. read: what `llama4_keys` returned, as below."""
-    return frozenset(i for i, kind in enumerate(read.get("layer_types")) if kind == _FULL)
+    return frozenset(i for i, rotates in enumerate(read.get("no_rope_layers")) if not rotates)
 
 
 def llama4_temperature(read: ConfigReader) -> Temperature | None:

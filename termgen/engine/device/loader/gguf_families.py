@@ -87,27 +87,35 @@ def gpt_oss(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama4(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any]:
-    for key, meant in (
-        ("attention.sliding_window", _LLAMA4_CHUNK),
-        ("expert_gating_func", _SIGMOID),
-    ):
-        if (value := keys.get(keys.full(key), meant)) != meant:
-            keys.refuse(f"{keys.full(key)} {str(value)[:40]} is not supported, only {meant}")
-    chosen = experts(keys)
-    return {
-        "num_local_experts": chosen["num_experts"],
-        "num_experts_per_tok": chosen["num_experts_per_tok"],
-        "intermediate_size": keys.size("expert_feed_forward_length"),
+    num_layers, num_experts = config["num_hidden_layers"], 0
+    found: dict[str, Any] = {
         "intermediate_size_mlp": keys.size("feed_forward_length"),
-        "interleave_moe_layer_step": keys.size("interleave_moe_layer_step"),
-        # The larger of the two models alone does not normalise q and k.
-        "use_qk_norm": chosen["num_experts"] != _MAVERICK_EXPERTS,
         "attention_chunk_size": _LLAMA4_CHUNK,
         "no_rope_layer_interval": _LLAMA4_PERIOD,
         "attn_temperature_tuning": True,
         "floor_scale": _LLAMA4_INTERVAL,
         "attn_scale": _LLAMA4_SCALE,
     }
+    if (gate := keys.get(keys.full("expert_gating_func"), _SIGMOID)) != _SIGMOID:
+        keys.refuse(f"{keys.full('expert_gating_func')} {str(gate)[:40]} is not supported")
+    if keys.get(keys.full("expert_count"), 0):
+        chosen = experts(keys)
+        num_experts = chosen["num_experts"]
+        found["num_local_experts"] = num_experts
+        found["num_experts_per_tok"] = chosen["num_experts_per_tok"]
+        found["intermediate_size"] = keys.size("expert_feed_forward_length")
+        found["interleave_moe_layer_step"] = keys.size("interleave_moe_layer_step")
+    else:
+        found |= {"intermediate_size": found["intermediate_size_mlp"], "moe_layers": []}
+    # The larger of the two models with experts alone does not normalise q and k.
+    found["use_qk_norm"] = num_experts != _MAVERICK_EXPERTS
+    window = keys.get(keys.full("attention.sliding_window"), _LLAMA4_CHUNK)
+    if window == 0:  # small models, which rotate and see all in every layer
+        found["layer_types"] = ["full_attention"] * num_layers
+        found["no_rope_layers"] = [1] * num_layers
+    elif window != _LLAMA4_CHUNK:
+        keys.refuse(f"{keys.full('attention.sliding_window')} {str(window)[:40]} is not supported")
+    return found
 
 
 def experts(keys: GGUFKeys) -> dict[str, Any]:

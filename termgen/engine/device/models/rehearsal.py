@@ -26,7 +26,7 @@ def one_layer_of_each_kind(model: object) -> Iterator[None]:
         weights = [
             (name, p.shape, p.dtype, p.data_ptr() % 16 == 0) for name, p in layer.named_parameters()
         ]
-        kind = (type(layer), type(layer.mlp), layer.window, *weights)
+        kind = (type(layer), type(layer.mlp), layer.window, layer.place.rope, *weights)
         kinds.setdefault(kind, layer)
     others = [layer for layer in kinds.values() if layer is not layers[-1]]
     model.layers = cast(list[DecoderLayer], nn.ModuleList([*others, layers[-1]]))

@@ -108,6 +108,14 @@ def test_lists_count_before_intervals() -> None:
     assert small(moe_layers=[]).moe is None
 
 
+def test_small_models_rotate_and_see_everything() -> None:
+    """MobileLLM-R1 has no experts and no chunks; Llama Guard 4 has zeros for its experts."""
+    config = small(layer_types=["full_attention"] * 4, no_rope_layers=[1] * 4, moe_layers=[])
+    assert config.layer_windows == (None,) * 4 and not config.unrotated_layers
+    guard = changed(moe_layers=[], interleave_moe_layer_step=0, num_local_experts=0)
+    assert guard.moe is None and guard.unrotated_layers == frozenset(range(3, 48, 4))
+
+
 @pytest.mark.parametrize("value", [False, 0])
 def test_queries_need_no_factor(value: Any) -> None:
     assert small(attn_temperature_tuning=value).temperature is None
@@ -123,12 +131,7 @@ def test_queries_need_no_factor(value: Any) -> None:
         (
             {"layer_types": ["chunked_attention"] * 48},
             CorruptFileError,
-            "layer_types has chunked_attention at layer 3, but no_rope_layers .* full_attention",
-        ),
-        (
-            {"layer_types": ["full_attention"] * 48, "no_rope_layers": [0] * 47 + [1]},
-            CorruptFileError,
-            "layer_types has full_attention at layer 47, but no_rope_layers .* chunked_attention",
+            "layer_types has chunked_attention at layer 3, which does not rotate by no_rope_layer",
         ),
         (
             {"layer_types": ["sliding_attention"] * 48},

@@ -184,6 +184,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "llama4-small": (
+        "llama4_text",
+        {
+            "layer_types": ["full_attention"] * 4,
+            "no_rope_layers": [1, 1, 0, 1],
+            "moe_layers": [],
+            "tie_word_embeddings": True,
+        },
+    ),
     "llama4-long": (
         "llama4_text",
         {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}, "moe_layers": [0, 3]},

@@ -22,6 +22,7 @@ DELTA_NET_LAST = {"layer_types": ["full_attention", "linear_attention"] * 2}
         ("gemma4_text", {}),
         ("gemma4_moe", {}),
         ("qwen3_moe", {}),
+        ("llama4_text", {}),
         ("qwen3_5_text", {}),
         ("qwen3_5_text", DELTA_NET_LAST),
     ],
