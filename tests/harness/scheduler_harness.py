@@ -119,18 +119,16 @@ def draw_windows(rng: np.random.Generator) -> tuple[Window | None, ...]:
     if rng.random() < 0.5:
         return (None,)
     short, long = sorted(rng.integers(2, 40, 2).tolist())
-    kinds: list[tuple[Window | None, ...]] = [
+    kinds: list[tuple[int | None, ...]] = [
         (None, short),
         (long,),
         (None, short, short, short),
         (None, None, long, short),
         (short, long),
-        (None, Chunk(long)),
-        (Chunk(short),),
-        (None, Chunk(short), Chunk(short)),
-        (Chunk(long), short),
     ]
-    return kinds[int(rng.integers(len(kinds)))]
+    drawn = kinds[int(rng.integers(len(kinds)))]
+    chunked = {window for window in (short, long) if rng.random() < 0.4}
+    return tuple(Chunk(window) if window in chunked else window for window in drawn)
 
 
 def reference_tokens(request: Request, vocab: int = VOCAB) -> list[int]:
