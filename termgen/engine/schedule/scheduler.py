@@ -24,6 +24,7 @@ from termgen.engine.schedule.plan import DecodeStep, PlanBuilder, copy_states, d
 from termgen.engine.schedule.prompt_pace import PromptPace
 from termgen.engine.schedule.request_queue import RequestQueue, choose_victim, priority_key
 from termgen.engine.schedule.slot_table import Fence, SlotTable
+from termgen.engine.schedule.window_blocks import drop_unpublished, gives_up_blocks
 from termgen.errors import CorruptedLogitsError, EngineError, RequestError, TermgenError
 from termgen.vocabulary.request import FinishReason, IntArray, Request, RequestStatus
 from termgen.vocabulary.step import FinishedRow, StartedRow, StepPlan, StepResult
@@ -293,6 +294,7 @@ class Scheduler:
             for i in needy.tolist():
                 self._append_blocks(int(running[i]), missing[:, i], builder)
             return False
+        drop_unpublished(self.slots, kv, running)
         order: npt.NDArray[np.integer[Any]] = needy
         if self.config.policy == "priority":
             keys = [priority_key(self.slots.request_at(int(running[i]))) for i in needy]
@@ -328,7 +330,7 @@ class Scheduler:
                     num_new[i] = room
                     missing[:, [i]] = self._missing_blocks(running[[i]], num_new[[i]])
             need = int(missing[:, i].sum())
-            if need > self.kv.pool.num_free and self._gives_up_blocks(slot):
+            if need > self.kv.pool.num_free and gives_up_blocks(self.slots, self.kv, slot):
                 num_new[i] = 0
                 continue
             while self.kv.pool.num_free < need:
@@ -347,11 +349,6 @@ class Scheduler:
             # A row is never preempted for one of lower precedence, so allocated blocks stay.
             self._append_blocks(slot, missing[:, i], builder)
         return self.stats.num_preemptions > before
-
-    def _gives_up_blocks(self, slot: int) -> bool:
-        """True if a row will have blocks to give up once the steps in flight have landed."""
-        is_behind = self.slots.num_pending[slot] > 0
-        return bool(is_behind) and self.kv.has_unseen(slot, int(self.slots.num_computed[slot]))
 
     def _missing_blocks(self, slots: IntArray, num_new: IntArray) -> IntArray:
         """[groups, rows] blocks that these slots lack to compute so many tokens more."""

@@ -285,3 +285,26 @@ def test_prompts_that_take_each_others_blocks_all_end(
             driver.step()
         assert not scheduler.has_requests
         driver.assert_reference()
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, Chunk(1), Chunk(3), Chunk(4)], ids=window_name)
+@pytest.mark.parametrize("depth", [1, 4, 8])
+def test_a_request_alone_is_never_preempted(window: Window, depth: int) -> None:
+    """In the smallest cache that holds it, it waits for blocks that it has to give up itself: those
+    whose tokens the host knows are published first, and given up then."""
+    for block_size in (1, 2, 4):
+        windows = (None, window)
+        scheduler = make_scheduler(
+            num_blocks=1 + blocks_of_context(40, block_size, windows),
+            block_size=block_size,
+            max_num_seqs=2,
+            max_model_len=40,
+            max_num_batched_tokens=8,
+            windows=windows,
+        )
+        driver = Driver(scheduler, depth=depth)
+        driver.add(make_request("alone", range(3), max_tokens=37))
+        for _ in range(300):
+            driver.step()
+        assert not scheduler.has_requests and scheduler.stats.num_preemptions == 0
+        driver.assert_reference()
