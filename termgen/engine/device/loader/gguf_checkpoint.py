@@ -35,6 +35,8 @@ from termgen.engine.device.quantization.gguf_blocks import (
 from termgen.engine.gguf.gguf_file import GGUFFile, GGUFTensor
 from termgen.errors import CorruptFileError, UnsupportedModelError
 
+_BLOCKS_CHUNK = 1 << 24
+"""Numbers whose blocks are given at a time: on a GPU each part is some dozens of kernels."""
 _IN_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([\w.]+)", re.ASCII)
 
 
@@ -120,7 +122,7 @@ class GGUFCheckpoint:
             yield StoredRows(kind, made)
             return
         (raw,) = rows
-        step = max(1, CHUNK_ELEMENTS // source.shape[1])
+        step = max(1, _BLOCKS_CHUNK // source.shape[1])
         for first in range(0, len(raw), step):
             yield StoredRows(kind, torch.from_numpy(raw[first : first + step].copy()))
 

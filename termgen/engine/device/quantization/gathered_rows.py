@@ -17,6 +17,7 @@ from termgen.engine.device.native.int8_blocks import (
     quantize_rows,
 )
 from termgen.engine.device.quantization.affine_blocks import KINDS, affine
+from termgen.engine.device.quantization.gguf_blocks import ROUNDED, expanded
 
 
 class GatheredRows:
@@ -60,9 +61,10 @@ class GatheredRows:
 
 class RoundedLinear(nn.Module):
     """The loading half of a LinearMethod with a scale and an offset for every 32 numbers. Blocks of
-    a file keep their numbers, where their type has no more scales than that."""
+    a file keep their numbers, where their type has no more scales than that; of other types they
+    are expanded on the device."""
 
-    kinds = KINDS
+    kinds = KINDS | ROUNDED
     num_bits = 8
     """4: weights have 16 levels. What has no more in a file keeps them."""
     part_numbers: int
@@ -82,10 +84,14 @@ class RoundedLinear(nn.Module):
 
     def load_stored(self, rows: StoredRows, first_row: int) -> None:
         assert not self._padding, "blocks of a file are whole"
-        row_numbers = rows.blocks[0].numel() * 2  # at most: a byte holds two of four bits
-        for blocks in torch.split(rows.blocks, max(1, self.part_numbers // row_numbers)):
-            part = affine(StoredRows(rows.kind, blocks.to(self._spec.device)))
-            self._add(keep_rows(*part, len(blocks), self.num_bits), first_row)
+        step = max(1, self.part_numbers // self._spec.in_features)
+        for blocks in torch.split(rows.blocks, step):
+            here = blocks.to(self._spec.device)
+            if rows.kind in ROUNDED:
+                self.load_rows(expanded(rows.kind, here), first_row)
+            else:
+                part = affine(StoredRows(rows.kind, here))
+                self._add(keep_rows(*part, len(blocks), self.num_bits), first_row)
             first_row += len(blocks)
 
     def _add(self, loaded: Quantized, first_row: int) -> None:

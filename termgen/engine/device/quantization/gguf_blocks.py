@@ -21,6 +21,10 @@ from termgen.errors import UnsupportedModelError
 
 CHUNK_ELEMENTS = 1 << 19
 """Elements dequantised at a time: what a chunk needs then stays in the processor's cache."""
+ROUNDED = frozenset({"Q2_K", "Q3_K", "Q6_K"})
+"""Types with a scale for every 16 numbers: matrices with one for every 32 round their values."""
+_K_BLOCK = 256
+"""Numbers of their blocks."""
 NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the four bits of IQ4_NL and IQ4_XS stand for."""
 
@@ -39,6 +43,15 @@ def dequantize(
         chunk = torch.from_numpy(blocks[start : start + step].copy())
         expand(chunk, out[start : start + step])
     return out.view(shape)
+
+
+def expanded(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    """blocks uint8 [rows, blocks of a row, bytes of a block], of a kind among `ROUNDED`, on any
+    device -> float32 [rows, columns]."""
+    assert kind in ROUNDED, kind
+    out = torch.empty(*blocks.shape[:2], _K_BLOCK, device=blocks.device)
+    _EXPANDERS[kind](blocks.flatten(0, 1), out.flatten(0, 1))
+    return out.flatten(1)
 
 
 def check_supported(ggml_type: GGMLType, name: str, *, where: str = "") -> None:
@@ -141,7 +154,7 @@ def _k_nibbles(packed: torch.Tensor, quants: torch.Tensor) -> None:
 
 def _two_bits(packed: torch.Tensor) -> torch.Tensor:
     """64 bytes [n, 64] to [n, 2, 4, 32]: each 32 bytes hold four runs, lowest bits first."""
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 4, 1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device).view(1, 1, 4, 1)
     return (packed.reshape(-1, 2, 1, 32) >> shifts) & 3
 
 
@@ -159,11 +172,11 @@ def _q3_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
     # away. Scales: eight bytes with the low nibbles of two each, four with the upper bits of four.
     quants = out.view(-1, 8, 32)
     quants.copy_(_two_bits(blocks[:, 32:96]).view(-1, 8, 32))
-    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(1, 8, 1)
     quants.sub_(((~blocks[:, None, :32] >> shifts) & 1) << 2)
     packed = blocks[:, 96:108]
     low = torch.cat((packed[:, :8] & 15, packed[:, :8] >> 4), 1)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 4, 1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(1, 4, 1)
     upper = ((packed[:, None, 8:] >> shifts) & 3).view(-1, 16)
     scales = _float16(blocks, 108) * ((low | (upper << 4)).float() - 32)
     out.view(-1, 16, 16).mul_(scales.unsqueeze(-1))
@@ -194,7 +207,7 @@ def _q6_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
     low = blocks[:, :128].reshape(-1, 2, 2, 32)
     quants[:, :, :2] = low & 15
     quants[:, :, 2:] = low >> 4
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 1, 4, 1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)
     upper = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     quants.add_(((upper >> shifts) & 3) << 4).sub_(32)
     scales = _float16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)

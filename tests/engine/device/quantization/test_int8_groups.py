@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_device import DEVICES_AND_DTYPES, assert_near, normal, require_triton
+from triton_device import DEVICES, DEVICES_AND_DTYPES, assert_near, normal, require_triton
 
 from termgen.engine.device.layers.linear import LinearSpec
 from termgen.engine.device.layers.stored_rows import StoredRows
@@ -17,6 +17,7 @@ require_triton()
 
 from termgen.engine.device.quantization import int8_groups  # noqa: E402
 from termgen.engine.device.quantization.affine_blocks import affine  # noqa: E402
+from termgen.engine.device.quantization.gguf_blocks import ROUNDED, expanded  # noqa: E402
 from termgen.engine.device.quantization.int8_groups import (  # noqa: E402
     BANDS,
     TILE,
@@ -135,7 +136,7 @@ def test_floats_in_four_bits(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", sorted(GroupLinear.kinds - {"GROUPS"}))
+@pytest.mark.parametrize("kind", sorted(GroupLinear.kinds - ROUNDED - {"GROUPS"}))
 def test_blocks_are_read_alike_on_a_gpu(kind: str) -> None:
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     generator = torch.Generator().manual_seed(7)
@@ -146,6 +147,27 @@ def test_blocks_are_read_alike_on_a_gpu(kind: str) -> None:
     assert torch.equal(here.numbers, there.numbers.cpu())
     for own, other in ((here.scale, there.scale), (here.low, there.low)):
         assert torch.allclose(own, other.cpu(), rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", sorted(ROUNDED))
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_types_are_expanded_on_the_device(kind: str, device: str) -> None:
+    quant = gguf.GGMLQuantizationType[kind]
+    size, num_bytes = gguf.GGML_QUANT_SIZES[quant]
+    generator = torch.Generator().manual_seed(2)
+    shape = (6, 512 // size, num_bytes)
+    blocks = torch.randint(0, 60, shape, dtype=torch.uint8, generator=generator)
+    expected = gguf.quants.dequantize(blocks.flatten(1).numpy(), quant)
+    values = expanded(kind, blocks.to(device))
+    torch.testing.assert_close(values.cpu(), torch.from_numpy(expected))
+    layer = make_layer(6, 512, torch.bfloat16, device)
+    layer.load_stored(StoredRows(kind, blocks), 0)
+    layer.finalize()
+    kept = layer.embed(torch.arange(6, device=device))
+    twin = make_layer(6, 512, torch.bfloat16, device)
+    twin.load_rows(values, 0)
+    twin.finalize()
+    assert torch.equal(kept, twin.embed(torch.arange(6, device=device)))
 
 
 def test_widths_go_by_tiles_of_rows() -> None:
