@@ -116,7 +116,9 @@ def test_a_gpu_gives_what_a_cpu_does(packed: tuple[Path, dict[str, torch.Tensor]
     """With the experts in four bits, and all else rounded alike."""
     tokens: dict[str, dict[str, list[int]]] = {}
     for device in ("cpu", "cuda"):
-        options = {"quantization": "int8", "dtype": "float32", "skip_tokenizer_init": True}
+        options: dict[str, Any] = {"quantization": "int8", "dtype": "float32"}
+        # Few blocks, beside the engines of other tests.
+        options |= {"skip_tokenizer_init": True, "num_gpu_blocks_override": 80}
         engine = SyncEngine(
             EngineConfig(model=str(packed[0]), device=device, max_model_len=128, **options)
         )

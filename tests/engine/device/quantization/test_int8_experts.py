@@ -24,6 +24,8 @@ from termgen.engine.device.loader.weights import load_dummy, load_weights
 from termgen.engine.device.quantization.int8 import Int8Linear
 from termgen.engine.device.runner.memory import weight_bytes
 from termgen.engine.loop.engine import SyncEngine
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
 
 TinyModelDir = Callable[..., Path]
 FAMILIES = (
@@ -169,3 +171,45 @@ def test_requests_get_what_they_get_alone(tiny_model_dir: TinyModelDir) -> None:
     alone = tokens(max_num_seqs=1, num_gpu_blocks_override=60)
     many = tokens(max_num_seqs=6, num_gpu_blocks_override=14, block_size=16, async_scheduling=True)
     assert many == alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["int8", "q4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_gives_what_a_cpu_does(
+    family: str, quantization: str, tiny_model_dir: TinyModelDir
+) -> None:
+    """Whose kernels have nothing in common: shared experts, biases and clamps included."""
+    seed = 5
+    print("seed", seed)
+    rng = random.Random(seed)
+    prompts = [tuple(rng.randrange(512) for _ in range(size)) for size in (3, 40, 17)]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    tokens: dict[str, dict[str, list[int]]] = {}
+    for device in ("cpu", "cuda"):
+        options: dict[str, Any] = {
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "max_model_len": 128,
+        }
+        options["num_gpu_blocks_override"] = 80  # beside the engines of other tests
+        engine = SyncEngine(
+            EngineConfig(
+                model=str(tiny_model_dir(family)),
+                device=device,
+                quantization=quantization,
+                **options,
+            )
+        )
+        found: dict[str, list[int]] = {}
+        for name, prompt in enumerate(prompts):
+            engine.add(
+                GenerationRequest(request_id=str(name), prompt_token_ids=prompt, params=params)
+            )
+        while engine.has_unfinished:
+            for delta in engine.step():
+                found.setdefault(delta.request_id, []).extend(delta.token_ids)
+        tokens[device] = found
+        engine.shutdown()
+    assert len(tokens["cpu"]) == 3
+    assert tokens["cuda"] == tokens["cpu"]
