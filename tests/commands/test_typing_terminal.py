@@ -30,7 +30,8 @@ def answered(environment: dict[str, str]) -> list[str]:
     """Questions whose answer has ended: ctrl+c would stop a running one."""
     wanted = "SELECT question FROM turns WHERE state = 'done' ORDER BY number"
     with closing(sqlite3.connect(environment["TERMGEN_CHAT_DB"])) as database:
-        return [row[0] for row in database.execute(wanted)]
+        made = database.execute("SELECT 1 FROM sqlite_master WHERE name = 'turns'").fetchone()
+        return [row[0] for row in database.execute(wanted)] if made else []
 
 
 def test_what_is_typed_while_the_model_loads_is_sent(
