@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,16 @@ async def asked(app: FrozenApp, pilot: Pilot[Any]) -> ApprovalPanel:
     return panel
 
 
+@asynccontextmanager
+async def asked_app(app: FrozenApp) -> AsyncIterator[Pilot[Any]]:
+    """A question was asked, and its first call waits for approval."""
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        await ask(app, pilot, "q", wait=False)
+        await asked(app, pilot)
+        yield pilot
+
+
 async def answered(app: FrozenApp, pilot: Pilot[Any]) -> None:
     await wait_until(
         pilot, lambda: isinstance(app.screen, ChatScreen) and not app.chat.is_streaming
@@ -111,10 +122,7 @@ async def test_a_call_is_approved_run_shown_and_sent() -> None:
 async def test_tool_turns_are_part_of_what_is_sent_next() -> None:
     engine = engine_of(calling("Hi.", "Yes."))
     app = app_of(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "one", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("y")
         await answered(app, pilot)
         await ask(app, pilot, "two")
@@ -128,10 +136,7 @@ async def test_always_asks_no_more_for_this_tool() -> None:
     texts = [CALL, CALL, other, "end"]
     engine = engine_of(lambda _: Script(pieces=pieces(texts.pop(0))))
     app = app_of(engine, make_tool(), make_tool("other"))
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("a")
         await wait_until(pilot, lambda: len(engine.calls) == 3)
         panel = await asked(app, pilot)
@@ -151,10 +156,7 @@ async def test_deny_runs_nothing_and_the_model_answers() -> None:
 
     engine = engine_of(calling("As you like."))
     app = app_of(engine, make_tool(call=spy))
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("n")
         await answered(app, pilot)
         assert not ran and calls_of(app) == [("denied", DENIED_WORDS)]
@@ -165,10 +167,7 @@ async def test_deny_runs_nothing_and_the_model_answers() -> None:
 async def test_stopping_while_asked(key: str) -> None:
     engine = engine_of(calling("never"))
     app = app_of(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press(key)
         await answered(app, pilot)
         assert calls_of(app) == [("cancelled", CANCELLED_WORDS)]
@@ -191,10 +190,7 @@ async def test_stopping_while_a_tool_runs() -> None:
 
     engine = engine_of(calling("never"))
     app = app_of(engine, make_tool(call=hang))
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("y")
         await wait_until(pilot, lambda: "running" in app.chat.transcript.plain_text)
         await pilot.press("escape")
@@ -233,10 +229,7 @@ async def test_a_model_that_calls_for_ever() -> None:
 
     engine = engine_of(script)
     app = app_of(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("a")
         await answered(app, pilot)
         assert len(engine.calls) == MAX_ROUNDS + 1
@@ -250,10 +243,7 @@ async def test_hostile_results_are_shown_as_text() -> None:
 
     engine = engine_of(calling("ok"))
     app = app_of(engine, make_tool(call=hostile))
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("y")
         await answered(app, pilot)
         await pilot.press("ctrl+t")
@@ -267,10 +257,7 @@ async def test_hostile_results_are_shown_as_text() -> None:
 async def test_a_call_is_opened_by_a_click() -> None:
     engine = engine_of(calling("ok"))
     app = app_of(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("y")
         await answered(app, pilot)
         transcript = app.chat.transcript
@@ -438,10 +425,7 @@ async def test_tool_turns_are_kept_and_shown_again(tmp_path: Path) -> None:
 async def test_an_export_has_the_calls() -> None:
     engine = engine_of(calling("ok"))
     app = app_of(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("y")
         await answered(app, pilot)
         chat, params = app.chat.conversation, app.chat.settings.params
@@ -459,10 +443,7 @@ async def test_retry_calls_anew() -> None:
     texts = [CALL, "one", CALL, "two"]
     engine = engine_of(lambda _: Script(pieces=pieces(texts.pop(0))))
     app = app_of(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("a")
         await answered(app, pilot)
         await pilot.press("alt+r")
@@ -476,10 +457,7 @@ async def test_retry_calls_anew() -> None:
 async def test_a_branch_of_an_answer_keeps_the_calls_before_it() -> None:
     engine = engine_of(calling("It says hi.", "branched"))
     app = app_of(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("y")
         await answered(app, pilot)
         chat = app.chat
@@ -500,10 +478,7 @@ async def test_a_branch_of_an_answer_keeps_the_calls_before_it() -> None:
 async def test_figures_count_all_rounds() -> None:
     engine = engine_of(calling("It says hi."))
     app = app_of(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         engine.now_s += 1000.0
         await pilot.press("y")
         await answered(app, pilot)
@@ -517,10 +492,7 @@ async def test_thoughts_of_each_round_have_their_own_figures() -> None:
     thought = "<think>Hm, yes.</think>"
     engine = engine_of(calling(thought + "ok", call=thought + CALL))
     app = app_of(engine)
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("y")
         await answered(app, pilot)
         turn = app.chat.conversation.turns[-1]
@@ -562,10 +534,7 @@ async def test_keys_echo_while_tools_run() -> None:
 
     engine = engine_of(calling("ok"))
     app = app_of(engine, make_tool(call=busy))
-    async with app.run_test(size=SIZE) as pilot:
-        await ready(app, pilot)
-        await ask(app, pilot, "q", wait=False)
-        await asked(app, pilot)
+    async with asked_app(app) as pilot:
         await pilot.press("y")
         worst, last = 0.0, time.perf_counter()
         while not isinstance(app.screen, ChatScreen) or app.chat.is_streaming:

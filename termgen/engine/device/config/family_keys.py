@@ -16,6 +16,7 @@ from termgen.engine.device.config.llama4_config import llama4_keys
 from termgen.engine.device.config.rope_config import rope_keys
 from termgen.errors import UnsupportedModelError
 
+TORCH_DTYPES = ("float32", "bfloat16", "float16")
 _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
     "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
@@ -319,3 +320,14 @@ def _gemma3_layer_types(text: ConfigReader) -> list[str]:
         "sliding_attention" if (layer + 1) % every else "full_attention"
         for layer in range(text.integer("num_hidden_layers", most=1024))
     ]
+
+
+def read_torch_dtype(read: ConfigReader) -> str:
+    name = read.text("dtype", default=read.text("torch_dtype", default="float32"))
+    name = name.removeprefix("torch.")
+    if name not in TORCH_DTYPES:
+        known = ", ".join(TORCH_DTYPES)
+        raise UnsupportedModelError(
+            f"config.json: torch_dtype {name!r} is not supported; supported are {known}"
+        )
+    return name

@@ -23,7 +23,7 @@ from termgen.engine.device.config.experts_config import (
     qwen3_moe_experts,
     qwen3_next_experts,
 )
-from termgen.engine.device.config.family_keys import common_keys, muse_unrotated
+from termgen.engine.device.config.family_keys import common_keys, muse_unrotated, read_torch_dtype
 from termgen.engine.device.config.gemma3n_config import (
     gemma3n_differences,
     gemma3n_inputs,
@@ -53,7 +53,6 @@ from termgen.errors import UnsupportedModelError
 from termgen.vocabulary.cache_groups import Chunk, Window
 
 HIDDEN_ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-TORCH_DTYPES = ("float32", "bfloat16", "float16")
 _QWEN3_5_ROTARY = 0.25
 """The part of a head that is rotated, where a config.json does not say."""
 WeightPrefixes = tuple[tuple[str, str | None], ...]
@@ -667,17 +666,6 @@ def _hidden_act(read: ConfigReader) -> str:
             f"config.json: hidden_act {name!r} is not supported; supported are {known}"
         )
     return HIDDEN_ACTS[name]
-
-
-def read_torch_dtype(read: ConfigReader) -> str:
-    name = read.text("dtype", default=read.text("torch_dtype", default="float32"))
-    name = name.removeprefix("torch.")
-    if name not in TORCH_DTYPES:
-        known = ", ".join(TORCH_DTYPES)
-        raise UnsupportedModelError(
-            f"config.json: torch_dtype {name!r} is not supported; supported are {known}"
-        )
-    return name
 
 
 def _layer_windows(

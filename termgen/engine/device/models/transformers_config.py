@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from termgen.engine.device.config.config_reader import ConfigReader
+from termgen.engine.device.config.family_keys import read_torch_dtype
 from termgen.engine.device.config.model_config import (
     ModelConfig,
     TransformersSource,
     architecture_name,
-    read_torch_dtype,
 )
 from termgen.engine.device.config.rope_config import RopeConfig
 from termgen.engine.device.config.stored_weights import reject_quantized
