@@ -147,7 +147,7 @@ class ToolTurns:
     # -- /mcp ------------------------------------------------------------------------------
 
     def run_command(self, argument: str) -> None:
-        """`/mcp`: show where tools come from; `/mcp restart NAME`: start one of these anew."""
+        """`/mcp`: show where tools come from; `/mcp restart NAME`: restart one of these."""
         what, _, name = argument.partition(" ")
         provider = self._toolbox.provider(name.strip())
         if self._toolbox.is_empty:
@@ -159,12 +159,12 @@ class ToolTurns:
             self._view.start_worker("tools", self._list)
         elif what != "restart" or provider is None:
             names = ", ".join(one.name for one in self._toolbox.providers)
-            self._view.refuse(f"/mcp lists the tools, /mcp restart NAME starts one of {names} anew")
+            self._view.refuse(f"/mcp lists the tools, /mcp restart NAME restarts one: {names}")
         else:
             self._view.start_worker("tools", self._restart, provider)
 
     async def _restart(self, provider: Provider) -> None:
-        self._view.notify(f"{provider.name} starts anew")
+        self._view.notify(f"{provider.name} restarts")
         await provider.restart()
         self._view.note(self._described(provider))
 

@@ -242,9 +242,9 @@ class CallingReader:
         return calls
 
     def _taken(self, thought: str, parts: Sequence[Part]) -> Pieces:
-        told, text, calls = divided(parts)
+        more, text, calls = divided(parts)
         self._calls += calls
-        return thought + told, text
+        return thought + more, text
 
 
 def _pieces(parts: Sequence[Part]) -> Pieces:
