@@ -70,8 +70,6 @@ async def running(store: ChatStore, told: Told | None = None) -> AsyncIterator[A
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition never came true")
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, Script, make_model_info, make_snapshot, make_step_record
+from textual import on
 from textual.pilot import Pilot
 
 from termgen.client import EngineClient, RequestTimings, TokenDelta
 from termgen.config import UIConfig
 from termgen.tui.app import TermgenApp
 from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.widgets.messages import PromptSubmitted
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.paint import markdown
 from termgen.vocabulary.events import (
@@ -36,6 +39,8 @@ SECOND = 1_000_000_000
 NOW_NS = 1_000 * SECOND
 TOKEN_S = 0.025
 """Time of one token on the frozen clock."""
+PATIENCE_S = 60.0
+"""Time for a condition to come true on a machine that does much else."""
 
 MODEL = make_model_info(
     model_id="smollm2-135m",
@@ -71,6 +76,17 @@ class TimedEngine(FakeEngine):
             yield delta
 
 
+class CountingChat(ChatScreen):
+    """Counts what is sent: a key has come to its end only when its messages have, and under load
+    that takes longer than `Pilot` waits."""
+
+    num_submitted = 0
+
+    @on(PromptSubmitted)
+    def _count_submitted(self) -> None:
+        self.num_submitted += 1
+
+
 class FrozenApp(TermgenApp):
     """Chat and dashboard use the test's clock; the dashboard is drawn when the test calls for
     it."""
@@ -92,7 +108,7 @@ class FrozenApp(TermgenApp):
     def make_chat(self, client: EngineClient) -> ChatScreen:
         engine = self.engine
         clock = (lambda: engine.now_s) if isinstance(engine, TimedEngine) else (lambda: 100.0)
-        return ChatScreen(
+        return CountingChat(
             client,
             self.ui,
             chats=self.chats,
@@ -142,12 +158,11 @@ def in_pieces(source: str, rng: random.Random, *, longest: int) -> Iterator[str]
         at += size
 
 
-async def wait_until(pilot: Pilot[Any], condition: Callable[[], bool], tries: int = 200) -> None:
-    for _ in range(tries):
-        if condition():
-            return
+async def wait_until(pilot: Pilot[Any], condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "the condition never came true"
         await pilot.pause(0.01)
-    raise AssertionError("the condition never came true")
 
 
 async def ready(app: FrozenApp, pilot: Pilot[Any]) -> None:
@@ -163,8 +178,12 @@ async def type_text(pilot: Pilot[Any], text: str) -> None:
 
 async def ask(app: FrozenApp, pilot: Pilot[Any], text: str, *, wait: bool = True) -> None:
     """Put `text` into the prompt at once (`type_text` presses keys) and send it."""
-    app.chat.prompt.insert(text)
+    chat = app.chat
+    assert isinstance(chat, CountingChat)
+    chat.prompt.insert(text)
+    before = chat.num_submitted
     await pilot.press("enter")
+    await wait_until(pilot, lambda: chat.num_submitted > before)
     if wait:
         await wait_until(pilot, lambda: not app.chat.is_streaming)
     await pilot.pause()

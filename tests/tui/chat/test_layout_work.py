@@ -105,7 +105,7 @@ async def test_a_long_chat_is_opened_and_resized_without_a_long_frame(in_frames:
             await pilot.resize_terminal(width, 24)
             await pilot.pause()
             assert "The last word." in sheet.plain_text
-            await wait_until(pilot, lambda: app.is_done, tries=1000)
+            await wait_until(pilot, lambda: app.is_done)
             await pilot.pause()
             assert max(in_frames) <= AT_ONCE
             assert shown(sheet) == expected(sheet, *texts)
@@ -117,7 +117,7 @@ async def test_another_margin_lays_nothing_out(in_frames: list[int]) -> None:
     app = Sheet()
     async with app.run_test(size=(120, 24)) as pilot:
         app.sheet.set_entries([answer(PROSE), answer(LONG)])
-        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        await wait_until(pilot, lambda: app.is_done)
         before = app.sheet.plain_text
         in_frames.clear()
         await pilot.resize_terminal(140, 30)
@@ -143,7 +143,7 @@ async def test_closing_a_long_table_shows_it_as_it_was_until_it_is_whole(
         sheet.update(entry)
         assert shown(sheet) == [line.rstrip(" ▍") for line in live] and not in_frames
         assert "tok" in sheet.plain_text.split("\n")[-1], "that it is complete is told at once"
-        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        await wait_until(pilot, lambda: app.is_done)
         assert shown(sheet) != live and "tok" in sheet.plain_text.split("\n")[-1]
         assert sheet.at_end and not in_frames
         assert shown(sheet) == expected(sheet, wider)
@@ -171,12 +171,12 @@ async def test_a_code_block_that_is_streamed_is_resized_without_a_long_frame(
         coloured.clear()
         await pilot.resize_terminal(60, 24)
         await pilot.pause()
-        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        await wait_until(pilot, lambda: app.is_done)
         assert sum(coloured) <= AT_ONCE and shown(sheet) == expected(sheet, CODE[:-4])
         coloured.clear()
         entry.feed("```\nThat is all of it.")
         sheet.update(entry)
-        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        await wait_until(pilot, lambda: app.is_done)
         assert not coloured
         assert shown(sheet)[:-1] == expected(sheet, CODE + "That is all of it.")[:-1]
 
@@ -200,7 +200,7 @@ async def test_an_answer_that_is_streamed_is_resized_without_a_long_frame(
             sheet.update(entry)
             last = sheet.plain_text[-400:]
             assert ("widest" in last or "It goes on." in last) and sheet.at_end
-            await wait_until(pilot, lambda: app.is_done, tries=1000)
+            await wait_until(pilot, lambda: app.is_done)
             assert max(in_frames) <= AT_ONCE
         assert shown(sheet)[:-1] == expected(sheet, text)[:-1] and "It goes on." in shown(sheet)[-1]
         entry.turn.end(AnswerState.DONE)
@@ -223,7 +223,7 @@ async def test_a_reference_at_the_end_makes_no_long_frame(in_frames: list[int]) 
         entry.close()
         sheet.update(entry)
         assert "[it] is late." in sheet.plain_text and not app.is_done
-        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        await wait_until(pilot, lambda: app.is_done)
         assert not in_frames and shown(sheet) == expected(sheet, text)
         assert "it (http://x.y) is late." in sheet.plain_text
 
@@ -249,7 +249,7 @@ async def test_unfolded_thoughts_make_no_long_frame(monkeypatch: pytest.MonkeyPa
         for width in (90, 60):
             await pilot.resize_terminal(width, 24)
             await pilot.pause()
-            await wait_until(pilot, lambda: app.is_done, tries=1000)
+            await wait_until(pilot, lambda: app.is_done)
             told = [line[2:] for line in shown(app.sheet) if line.startswith("│ ")]
             assert told == lines and sum(lengths) <= 2 * AT_ONCE
             lengths.clear()
@@ -286,7 +286,7 @@ async def test_what_is_in_view_stays_while_more_comes_above_it() -> None:
 
         before = top()
         assert "Where am I?" in "".join(before)
-        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        await wait_until(pilot, lambda: app.is_done)
         await pilot.pause()
         assert top() == before and len(sheet._rows) > 300
 
@@ -297,7 +297,7 @@ async def test_a_question_that_was_marked_meanwhile_is_marked() -> None:
         app.sheet.set_entries([entry])
         assert not app.is_done
         entry.is_marked = True
-        await wait_until(pilot, lambda: app.is_done, tries=1000)
+        await wait_until(pilot, lambda: app.is_done)
         assert "◂" in app.sheet.plain_text and app.sheet.plain_text.count("word") == 2 * AT_ONCE
 
 

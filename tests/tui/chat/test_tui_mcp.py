@@ -28,7 +28,7 @@ BAD = (sys.executable, str(HARNESS / "mcp_raw_server.py"), "exits at start")
 
 async def answered(app: FrozenApp, pilot: Pilot[Any]) -> None:
     await wait_until(
-        pilot, lambda: isinstance(app.screen, ChatScreen) and not app.chat.is_streaming, tries=1000
+        pilot, lambda: isinstance(app.screen, ChatScreen) and not app.chat.is_streaming
     )
 
 
@@ -46,7 +46,7 @@ async def test_a_server_in_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
         await ready(app, pilot)
         await ask(app, pilot, "q", wait=False)
         for _ in range(3):
-            await wait_until(pilot, lambda: isinstance(app.screen, ApprovalPanel), tries=2000)
+            await wait_until(pilot, lambda: isinstance(app.screen, ApprovalPanel))
             await pilot.pause()
             panel = app.screen
             await pilot.press("y")
@@ -63,7 +63,7 @@ async def test_a_server_in_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "good_echo" in shown(app)
         assert "bad: it ended with code 3; it said: no licence" in shown(app)
         await ask(app, pilot, "/mcp restart good", wait=False)
-        await wait_until(pilot, lambda: shown(app).count("good: ready") == 2, tries=1000)
+        await wait_until(pilot, lambda: shown(app).count("good: ready") == 2)
     (process, *_) = app.toolbox.providers
     assert process.state == "ended"
     assert not Path(f"/proc/{found[0][1]}").exists()

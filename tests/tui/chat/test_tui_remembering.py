@@ -84,7 +84,7 @@ async def test_a_chat_keeps_its_draft(tmp_path: Path) -> None:
         await ask(app, pilot, "about cats")
         cats = app.chat.conversation.session_id
         app.chat.prompt.insert("and dogs?")
-        await wait_until(pilot, lambda: draft_of(path, cats) == "and dogs?", tries=500)
+        await wait_until(pilot, lambda: draft_of(path, cats) == "and dogs?")
         await pilot.press("ctrl+n")
         assert app.chat.prompt.text == "and dogs?", "typed for a chat of its own"
         await wait_until(pilot, lambda: draft_of(path, cats) == "")

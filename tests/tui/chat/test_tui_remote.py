@@ -56,7 +56,7 @@ def remote_app(
 
 
 async def chat_of(app: RemoteApp, pilot: Any) -> ChatScreen:
-    await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen), tries=1000)
+    await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
     await pilot.pause()
     assert isinstance(app.screen, ChatScreen)
     return app.screen

@@ -88,7 +88,7 @@ async def test_a_storm_over_a_chat_that_streams(rng: random.Random) -> None:
                 await pilot.pause()
         assert app.chat.is_streaming
         app.engine.release.set()
-        await wait_until(pilot, lambda: not app.chat.is_streaming, tries=2000)
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
         assert app.chat.conversation.turns[0].answer == TEXT
         for size in LAST:
             assert await settle(app, pilot, size) == await fresh_chat(size), size
