@@ -194,9 +194,16 @@ class Scheduler:
         plan = None
         if not may_admit:  # fast path, skip on a first reading: a decode step by whole columns
             plan = self._decode_step.plan(self._next_step, tuple(self._released))
-        if plan is None:
+        while plan is None:
+            num_preempted = self.stats.num_preemptions
             plan = self._plan(may_admit, now_ns)
-        return None if plan is None else self._count_plan(plan)
+            if plan is None:
+                # A row that had all tokens of the step may have preempted itself.
+                is_busy = self.fence.landed_step < self.newest_step
+                if is_busy or self.stats.num_preemptions == num_preempted:
+                    return None
+                may_admit = bool(self.free_slots)
+        return self._count_plan(plan)
 
     def _plan(self, may_admit: bool, now_ns: int) -> StepPlan | None:
         """Give running requests the tokens they lack, in order, then admit waiting ones."""

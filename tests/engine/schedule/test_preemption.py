@@ -19,7 +19,7 @@ from scheduler_harness import (
 )
 
 from termgen.errors import StepError
-from termgen.vocabulary.request import FinishReason, RequestStatus
+from termgen.vocabulary.request import FinishReason, RequestStatus, TurnEnds
 
 
 def test_fcfs_preempts_the_newest_and_puts_it_first_in_the_queue() -> None:
@@ -149,6 +149,39 @@ def test_the_least_urgent_request_preempts_itself() -> None:
     assert plan is not None and set(driver.scheduled(plan)) == {"urgent"}
     assert driver.records["calm"].num_preemptions == 1
     driver.run()
+    driver.assert_reference()
+
+
+def test_a_row_that_had_the_whole_step_leaves_it_to_the_others() -> None:
+    """The first row's prompt is cut where its state is copied, so another joins behind it, most of
+    which is cached: from then on the first one takes all tokens of each step, until it preempts
+    itself."""
+    scheduler = make_scheduler(
+        num_blocks=32,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        policy="priority",
+        windows=(None, 30),
+        state_places=4,
+    )
+    driver = Driver(scheduler, state_places=4)
+    cached, other = prompts(60, 40)
+    driver.add(make_request("before", cached, max_tokens=1))
+    driver.run()
+    ends = TurnEnds(last=20)
+    driver.add(make_request("long", other, max_tokens=1, priority=1, turn_ends=ends))
+    driver.step()
+    driver.step()
+    driver.add(make_request("urgent", [*cached[:50], 7, 8], max_tokens=4))
+    plan = driver.step()
+    assert plan is not None and driver.scheduled(plan) == {"long": 4, "urgent": 4}
+    plan = driver.step()
+    assert plan is not None and driver.scheduled(plan) == {"long": 8}
+    plan = driver.step()
+    assert plan is not None and driver.scheduled(plan) == {"urgent": 8}
+    assert driver.records["long"].num_preemptions == 1
+    driver.run()
+    driver.assert_drained()
     driver.assert_reference()
 
 
