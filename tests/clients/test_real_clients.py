@@ -8,7 +8,6 @@ where Node and its package are. The README says how to install these three.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -20,9 +19,9 @@ import anthropic
 import httpx
 import openai
 import pytest
+from other_clients import printed_by_others
 
 NODE = Path(__file__).parents[1] / "node"
-CLIENTS_PYTHON = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
 QUESTION = "Name the capital of France."
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 GREEDY = {"temperature": 0}
@@ -274,25 +273,6 @@ modes = (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOO
 with ThreadPoolExecutor() as threads:
     print(json.dumps(dict(threads.map(say, modes))))
 """
-
-
-def printed_by_others(program: str, *arguments: str) -> Any:
-    """The last line, JSON, of a program that needs clients incompatible with the others."""
-    python = os.environ.get("CLIENTS_PYTHON")
-    if python is None:
-        if not CLIENTS_PYTHON.exists():
-            pytest.skip("needs .venv-clients with tests/other_clients.txt; see the README")
-        python = str(CLIENTS_PYTHON)
-    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
-    asked = subprocess.run(
-        [python, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-    )
-    assert asked.returncode == 0, asked.stderr
-    return json.loads(asked.stdout.splitlines()[-1])
 
 
 def test_litellm(smollm2_url: str, told: str) -> None:
