@@ -87,6 +87,8 @@ class StepRecord(NamedTuple):
     """Longest recent pause of the host, which more than two steps in flight cover; 0: none."""
     num_late_masks: int = 0
     """Since start: rows that a step did not sample, as the masks of their grammars were late."""
+    mask_us: float = 0.0
+    """Time that the host waited for masks of grammars since the step before landed."""
 
     @property
     def launched_ns(self) -> int:
@@ -285,6 +287,8 @@ class RequestView:
     age_s: float
     num_preemptions: int
     priority: int
+    is_unread: bool = False
+    """Its client takes no output: it runs only while no other request waits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,26 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightReads:
+    """The part of the weights that a step reads: each once, but for rows of tables that are only
+    looked up, and for experts that no token goes to."""
+
+    always_bytes: int
+    """Read by every step."""
+    experts_bytes: int = 0
+    """Weights of experts that a router picks."""
+    experts_share: float = 1.0
+    """Part of these experts that one token goes to."""
+    bytes_per_s: float = 0.0
+    """The most that the device's memory moves, by its clock and width; 0: not known."""
+
+    def of_step(self, num_rows: int) -> float:
+        """Bytes that a step of so many decodes reads, where a router picks all experts alike."""
+        missed = (1.0 - self.experts_share) ** num_rows
+        return self.always_bytes + (1.0 - missed) * self.experts_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLedger:
     """The memory of one device, in parts that add up to `total_bytes`."""
 
@@ -36,6 +56,7 @@ class MemoryLedger:
     free_bytes: int
     expected_graphs_bytes: int = 0
     """Reserve for CUDA graphs when the KV cache was sized."""
+    reads: WeightReads | None = None
 
     @property
     def free_below_limit_bytes(self) -> int:

@@ -50,6 +50,8 @@ class EventPublisher:
         self._scheduler = scheduler
         self._last_ended_ns = 0
         self._publish_ns = 0
+        self._masks_ns = 0
+        """Time that the host had waited for masks when the last step was published."""
 
     def queued(self, request: Request) -> None:
         if self._bus.has_readers:
@@ -138,8 +140,10 @@ class EventPublisher:
             num_corrupted=stats.num_corrupted,
             publish_us=self._publish_ns / 1e3,
             covered_us=times.covered_ns / 1e3,
+            mask_us=(scheduler.constraints.waited_ns - self._masks_ns) / 1e3,
             **_parts_us(result),
         )
+        self._masks_ns = scheduler.constraints.waited_ns
         self._bus.publish(record)
         if not plan.is_decode:  # only rows at the end of their prompt have a first token
             self._first_tokens(applied, times.landed_ns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -86,7 +86,8 @@ def copy_state(
     running = table.running
     listed = running[:MAX_LISTED]
     views = _running_views(scheduler, listed, scheduled, now)
-    views += [_waiting_view(request, now) for request in islice(scheduler.waiting, MAX_LISTED)]
+    waiting = islice(scheduler.waiting, MAX_LISTED)
+    views += [_waiting_view(request, now, scheduler.unread) for request in waiting]
     stats, pool = scheduler.stats, kv.pool
     owned = tuple(kv.copy_held(slot) for slot in listed.tolist())
     rest = partial(
@@ -163,12 +164,13 @@ def _running_views(
                 age_s=(now - request.arrival_ns) / 1e9,
                 num_preemptions=request.num_preemptions,
                 priority=request.priority,
+                is_unread=request.request_id in scheduler.unread,
             )
         )
     return views
 
 
-def _waiting_view(request: Request, now: int) -> RequestView:
+def _waiting_view(request: Request, now: int, unread: Collection[str]) -> RequestView:
     preempted = request.status is RequestStatus.PREEMPTED
     return RequestView(
         request_id=request.request_id,
@@ -182,4 +184,5 @@ def _waiting_view(request: Request, now: int) -> RequestView:
         age_s=(now - request.arrival_ns) / 1e9,
         num_preemptions=request.num_preemptions,
         priority=request.priority,
+        is_unread=request.request_id in unread,
     )

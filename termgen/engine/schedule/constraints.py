@@ -42,6 +42,8 @@ class Constraints:
         self.idle_patience_s = IDLE_PATIENCE_S
         self.is_late = False
         """A row or a waiting request missed the newest step because of a late mask."""
+        self.waited_ns = 0
+        """Time that the engine thread has waited for masks, since start."""
         self._filler = MaskFiller()
         self._is_busy = False
         self._may_run_ahead = True
@@ -121,7 +123,9 @@ class Constraints:
         """Called when nothing can be planned: wait briefly for masks, if they are the reason and no
         step in flight is to be landed."""
         if self.is_late and not (self._is_busy or self._failed):
+            began_ns = time.perf_counter_ns()
             self._filler.wait_for_any(PATIENCE_S)
+            self.waited_ns += time.perf_counter_ns() - began_ns
 
     def seat(self, request: Request, slot: int) -> None:
         """The request gets a slot: post its mask there."""
@@ -205,7 +209,9 @@ class Constraints:
         """Wait until the deadline for the masks that are usually quick."""
         quick = [grammar for grammar in grammars if not (grammar.is_ready or grammar.is_slow)]
         if quick:
-            self._filler.wait(quick, max(0.0, self._deadline - time.perf_counter()))
+            began_ns = time.perf_counter_ns()
+            self._filler.wait(quick, max(0.0, self._deadline - began_ns / 1e9))
+            self.waited_ns += time.perf_counter_ns() - began_ns
 
     def _has_mask(self, request: Request) -> bool:
         grammar = grammar_of(request)

@@ -96,7 +96,7 @@ class Scheduler:
         self._decode_step = DecodeStep(self.slots, kv, self.fence, self.constraints)
         self.admits_new = True
         """False: only requests that have run before get a slot."""
-        self._unread: set[str] = set()
+        self.unread: set[str] = set()
         """Ids of requests whose output is not read: they run only while no other request waits."""
         self._lacks_blocks = False
         """The first waiting request has found too few free blocks."""
@@ -142,9 +142,9 @@ class Scheduler:
     def set_unread(self, request_ids: Iterable[str], is_unread: bool) -> None:
         """Note that the output of these requests is not read, or is read again."""
         if is_unread:
-            self._unread.update(self.requests.keys() & set(request_ids))
+            self.unread.update(self.requests.keys() & set(request_ids))
         else:
-            self._unread.difference_update(request_ids)
+            self.unread.difference_update(request_ids)
 
     @property
     def num_running(self) -> int:
@@ -164,10 +164,10 @@ class Scheduler:
     def yield_unread(self) -> None:
         """Preempt rows whose output is not read, the newest first, for requests that wait."""
         lacks_blocks, self._lacks_blocks = self._lacks_blocks, False
-        if not (self._unread and self.admits_new and len(self.waiting)):
+        if not (self.unread and self.admits_new and len(self.waiting)):
             return
         num_waiting = sum(
-            request.request_id not in self._unread
+            request.request_id not in self.unread
             and (request.grammar is None or request.grammar.is_ready)
             for request in self.waiting
         )
@@ -175,7 +175,7 @@ class Scheduler:
         rows = [
             slot
             for slot in table.running[::-1].tolist()
-            if table.request_at(slot).request_id in self._unread
+            if table.request_at(slot).request_id in self.unread
         ]
         num_leased = sum(1 for _ in self.fence)
         needed = num_waiting - len(self.free_slots) - num_leased
@@ -306,9 +306,9 @@ class Scheduler:
         if self.config.policy == "priority":
             keys = [priority_key(self.slots.request_at(int(running[i]))) for i in needy]
             order = needy[sorted(range(len(needy)), key=keys.__getitem__)]
-        if self._unread:  # they take blocks last, as they lose theirs first
+        if self.unread:  # they take blocks last, as they lose theirs first
             ids = [self.slots.request_at(int(running[i])).request_id for i in order]
-            order = order[np.argsort([name in self._unread for name in ids], kind="stable")]
+            order = order[np.argsort([name in self.unread for name in ids], kind="stable")]
         return self._give_blocks_by_preempting(running, num_new, missing, order, builder)
 
     def _give_blocks_by_preempting(
@@ -343,7 +343,7 @@ class Scheduler:
             while self.kv.pool.num_free < need:
                 if self.kv.pool.num_free + self.fence.num_blocks >= need:
                     break  # enough blocks become free once the steps in flight have landed
-                victim = choose_victim(self.slots, self.config.policy, self._unread)
+                victim = choose_victim(self.slots, self.config.policy, self.unread)
                 num_new[index_of[victim]] = 0
                 self._preempt(victim)
                 if victim == slot:
@@ -428,9 +428,9 @@ class Scheduler:
         """Waiting requests that may join this step, in order; the caller may remove each. Those
         whose output is not read come last. Requests without their mask are set aside, so that a
         step checks each only once."""
-        for is_unread in (False, True) if self._unread else (False,):
+        for is_unread in (False, True) if self.unread else (False,):
             for request in self.waiting.queued():
-                if (request.request_id in self._unread) is not is_unread:
+                if (request.request_id in self.unread) is not is_unread:
                     continue
                 if not self.admits_new and request.status is not RequestStatus.PREEMPTED:
                     continue
@@ -626,7 +626,7 @@ class Scheduler:
         if request.grammar is not None:
             request.grammar.drop()
         del self.requests[request.request_id]
-        self._unread.discard(request.request_id)
+        self.unread.discard(request.request_id)
         self.stats.num_finished += 1
         own = stop_token is not None and stop_token in request.params.stop_token_ids
         return FinishedRow(

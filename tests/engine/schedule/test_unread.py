@@ -110,7 +110,7 @@ def test_readers_that_come_and_go_change_no_token(depth: int, policy: str) -> No
     driver.run()
     driver.assert_drained()
     driver.assert_reference()
-    assert not scheduler._unread, "what has ended is forgotten"
+    assert not scheduler.unread, "what has ended is forgotten"
 
 
 def test_an_unread_row_gives_way_only_to_a_request_that_can_run() -> None:

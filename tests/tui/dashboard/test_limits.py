@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_engine import make_memory_ledger, make_snapshot
-from tui_harness import MS, NOW_NS, SECOND, step
+from tui_harness import MS, NOW_NS, SECOND, request_view, step
 
 from termgen.tui.dashboard.pages.overview import limit_spans, numbers_lines
 from termgen.tui.dashboard.state.limits import Limit, limit_of, why_slow_start
@@ -15,7 +15,7 @@ from termgen.tui.dashboard.state.step_figures import Spread
 from termgen.tui.dashboard.state.store import DashboardStore, DashboardView, HostReading
 from termgen.tui.paint.spans import row_text
 from termgen.vocabulary.events import StepRecord
-from termgen.vocabulary.memory_ledger import GIB
+from termgen.vocabulary.memory_ledger import GIB, WeightReads
 
 MEMORY = make_memory_ledger(weights_bytes=15 * GIB, kv_cache_bytes=40 * GIB)
 
@@ -64,6 +64,56 @@ def test_decodes_read_the_weights_and_what_is_cached() -> None:
     )
     unknown = limit_of(run({}), None)
     assert unknown is not None and unknown.words == "a step of 8 requests takes 20.0 ms"
+
+
+def test_a_memory_that_is_busy() -> None:
+    """Of a mixture a step reads the experts that its tokens go to."""
+    reads = WeightReads(
+        always_bytes=2 * GIB, experts_bytes=13 * GIB, experts_share=1 / 16, bytes_per_s=700e9
+    )
+    memory = replace(MEMORY, reads=reads)
+    limit = limit_of(run({}), memory)
+    assert limit is not None and (limit.cause, limit.brief) == ("memory", "memory 75%")
+    assert limit.words == (
+        "a step of 8 requests takes 20.0 ms, for 7.2 GiB of weights and 2.5 GiB of keys and"
+        " values: 525 GB/s, 75% of what the memory can do"
+    )
+    assert reads.of_step(1) == pytest.approx((2 + 13 / 16) * GIB)
+    fast = replace(memory, reads=replace(reads, bytes_per_s=4.8e12))
+    limit = limit_of(run({}), fast)
+    assert limit is not None and limit.cause == "decodes" and ", 11% of what" in limit.words
+    slow = replace(memory, reads=replace(reads, bytes_per_s=100e9))
+    limit = limit_of(run({}), slow)
+    assert limit is not None and limit.cause == "decodes" and "%" not in limit.words
+    only_mixed = run({"num_prefill_tokens": 10, "num_prefill_rows": 1, "num_decode_rows": 50})
+    limit = limit_of(only_mixed, memory)
+    assert limit is not None and limit.cause != "memory", "what such steps read is not known"
+
+
+def test_clients_that_take_no_output() -> None:
+    def with_unread(number: int) -> str | None:
+        requests = [request_view(f"r{i}", "decode", is_unread=i < number) for i in range(4)]
+        return cause(run({}, snapshot={"requests": tuple(requests), "num_running": 4}))
+
+    assert [with_unread(number) for number in (0, 1, 2, 4)] == [
+        "decodes",
+        "decodes",
+        "clients",
+        "clients",
+    ]
+    limit = limit_of(
+        run({}, snapshot={"requests": (request_view("r", "decode", is_unread=True),)}), MEMORY
+    )
+    assert limit is not None
+    assert limit.words == "the clients of 1 of 1 running request take no output"
+
+
+def test_waits_for_masks_are_not_the_hosts() -> None:
+    waiting = {"idle_us": 20_000.0, "mask_us": 18_000.0}
+    limit = limit_of(run(waiting), MEMORY)
+    assert limit is not None and limit.cause == "grammars"
+    assert limit.words == "the engine waits for masks 45% of the time"
+    assert cause(run({"idle_us": 20_000.0, "mask_us": 1000.0})) == "host"
 
 
 def test_prompts_are_what_steps_take_beyond_decodes() -> None:

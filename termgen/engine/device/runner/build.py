@@ -48,6 +48,7 @@ from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.piecewise_graphs import Recorder
 from termgen.engine.device.runner.tuning import make_tables, report_tuned
 from termgen.engine.device.runner.warm_up import dummy_run, run_largest_steps, warm_up
+from termgen.engine.device.runner.weight_reads import weight_reads
 from termgen.errors import ConfigError, ModelNotFoundError
 from termgen.vocabulary.cache_groups import tokens_held
 from termgen.vocabulary.memory_ledger import MemoryLedger
@@ -106,7 +107,7 @@ def build_runner(
         model = load_model(
             config, path, model_config, attention, shape, progress, quantization, tuned, recurrent
         )
-    memory.weights = weight_bytes(model)
+    memory.weights, memory.reads = weight_bytes(model), weight_reads(model, device)
     with memory.making("workspace"):
         runner = _make_runner(config, model, model_config, attention, shape, limits)
         runner.init_kv_cache(2)  # enough for steps that compute nothing

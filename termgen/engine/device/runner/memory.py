@@ -23,7 +23,7 @@ from torch import nn
 from termgen.config import EngineConfig
 from termgen.errors import ConfigError, ModelError
 from termgen.vocabulary.cache_groups import Window, blocks_of_context, longest_context
-from termgen.vocabulary.memory_ledger import GIB, MIB, MemoryLedger, size
+from termgen.vocabulary.memory_ledger import GIB, MIB, MemoryLedger, WeightReads, size
 
 CPU_KV_BYTES = GIB
 """Default KV cache on a CPU; grown to hold one full context if memory allows."""
@@ -169,6 +169,7 @@ class MemoryAccount:
         share = config.gpu_memory_utilization if meter.counts_tensors else 1.0
         self.limit = int(share * self.total)
         self.weights = 0
+        self.reads: WeightReads | None = None
         self.activations = 0
         self.expected_graphs = 0
         self._graphs = _Taken()
@@ -386,6 +387,7 @@ class MemoryAccount:
             other_bytes=total - held - free,
             free_bytes=free,
             expected_graphs_bytes=self.expected_graphs,
+            reads=self.reads,
         )
 
     def _kept(self) -> int:

@@ -15,6 +15,7 @@ from termgen.tui.paint.spans import Row, Span, cut, merge, row_width
 
 _STATES = {
     "decode": ("●", "decode"),
+    "unread": ("●", "warn"),
     "prefill": ("▶", "prefill"),
     "waiting": ("○", "muted"),
     "preempted": ("↺", "warn"),

@@ -25,6 +25,12 @@ HOST_SHARE = 0.2
 SAMPLING_SHARE = 0.4
 """The same for what follows the model in a step on a CPU."""
 PROMPTS_SHARE = 0.5
+MEMORY_SHARE = 0.6
+"""Steps that read at this part of the memory's own rate, at least, wait for the memory."""
+CREDIBLE_SHARE = 1.1
+"""More says that less is read than was reckoned, as where a cache holds it."""
+CLIENTS_SHARE = 0.5
+"""Requests whose output is not read, of those that run."""
 LATE_SHARE = 0.05
 """Rows without a token, as the masks of their grammars were late, of those with one."""
 WAITING_SHARE = 0.5
@@ -43,7 +49,7 @@ Numbers = npt.NDArray[np.float64]
 
 class Limit(NamedTuple):
     cause: str
-    """places, KV blocks, grammars, host, sampling, prompts, or decodes."""
+    """places, KV blocks, clients, grammars, host, sampling, prompts, memory, or decodes."""
     brief: str
     """The cause with its figure, for a narrow screen."""
     words: str
@@ -67,6 +73,7 @@ class _Steps(NamedTuple):
     launch_us: Numbers
     apply_us: Numbers
     sample_us: Numbers
+    mask_us: Numbers
 
     @property
     def busy_us(self) -> Numbers:
@@ -88,7 +95,8 @@ def limit_of(view: DashboardView, memory: MemoryLedger | None) -> Limit | None:
     total = float(busy.sum())
     return (
         _queue(view, steps)
-        or _grammars(steps)
+        or _clients(view)
+        or _grammars(steps, total)
         or _host(steps, total)
         or _sampling(steps, total)
         or _prompts(view, steps, busy, total)
@@ -132,14 +140,30 @@ def _queue(view: DashboardView, steps: _Steps) -> Limit | None:
     return None  # a prompt that is next, or was kept by the budget of a step
 
 
-def _grammars(steps: _Steps) -> Limit | None:
+def _clients(view: DashboardView) -> Limit | None:
+    running = [row for row in view.requests if row.state in ("prefill", "decode", "unread")]
+    num_unread = sum(row.state == "unread" for row in running)
+    if not num_unread or num_unread < CLIENTS_SHARE * len(running):
+        return None
+    part = f"{count(num_unread)} of {plural(len(running), 'running request')}"
+    words = f"the clients of {part} take no output"
+    figures = f"{part} not read"
+    return Limit("clients", f"clients, {count(num_unread)} unread", words, figures)
+
+
+def _grammars(steps: _Steps, busy_us: float) -> Limit | None:
     """Late masks are counted since the start: those of the window begin after its first step."""
     late = float(steps.num_late_masks[-1] - steps.num_late_masks[0])
     share = late / (late + float(steps.num_sampled_tokens[1:].sum())) if late > 0 else 0.0
-    if share < LATE_SHARE:
+    if share >= LATE_SHARE:
+        words = f"late masks, for {percent(share)} of the tokens"
+        return Limit("grammars", f"grammars {percent(share)}", words)
+    waited, spent = float(steps.mask_us.sum()), busy_us + float(steps.idle_us.sum())
+    share = waited / spent if spent else 0.0
+    if share < HOST_SHARE:
         return None
-    words = f"late masks, for {percent(share)} of the tokens"
-    return Limit("grammars", f"grammars {percent(share)}", words)
+    words = f"the engine waits for masks {percent(min(1.0, share))} of the time"
+    return Limit("grammars", f"grammars {percent(min(1.0, share))}", words)
 
 
 def _host(steps: _Steps, busy_us: float) -> Limit | None:
@@ -190,23 +214,32 @@ def _prompts(view: DashboardView, steps: _Steps, busy: Numbers, total: float) ->
 def _decodes(
     view: DashboardView, steps: _Steps, busy: Numbers, memory: MemoryLedger | None
 ) -> Limit:
-    """A step of decodes reads the weights, and the keys and values of those who run: of a mixture
-    and of shared blocks less, or more, than is said."""
+    """A step of decodes reads weights, and the keys and values of those who run. Blocks that they
+    share are counted once, and read by each."""
     is_plain = steps.num_prefill_tokens == 0
-    if not is_plain.any():
+    has_plain = bool(is_plain.any())
+    if not has_plain:
         is_plain = ~is_plain
     usual_us = _median(busy[is_plain])
     usual = took(usual_us / 1e3)
-    rows = plural(round(_median(steps.num_decode_rows[is_plain])), "request")
-    words, figures = f"a step of {rows} takes {usual}", ""
-    if memory is not None and usual_us:
-        cached = round(view.kv_usage * memory.kv_cache_bytes)
-        whole = memory.weights_bytes + cached
-        rate = f"{whole / usual_us / 1e3:,.0f} GB/s"
-        words += f", for {size(memory.weights_bytes)} of weights and {size(cached)} of keys and"
-        words += f" values: {rate}"
-        figures = f"{usual} a step, {size(whole)} at {rate}"
-    return Limit("decodes", f"decodes, {usual} a step", words, figures)
+    num_rows = round(_median(steps.num_decode_rows[is_plain]))
+    words, figures = f"a step of {plural(num_rows, 'request')} takes {usual}", ""
+    if memory is None or not usual_us:
+        return Limit("decodes", f"decodes, {usual} a step", words, figures)
+    cached, reads = round(view.kv_usage * memory.kv_cache_bytes), memory.reads
+    weights = memory.weights_bytes if reads is None else round(reads.of_step(num_rows))
+    rate = (weights + cached) / usual_us * 1e6
+    words += f", for {size(weights)} of weights and {size(cached)} of keys and"
+    words += f" values: {rate / 1e9:,.0f} GB/s"
+    figures = f"{usual} a step, {size(weights + cached)} at {rate / 1e9:,.0f} GB/s"
+    share = rate / reads.bytes_per_s if reads is not None and reads.bytes_per_s else 0.0
+    if not 0.0 < share < CREDIBLE_SHARE:
+        return Limit("decodes", f"decodes, {usual} a step", words, figures)
+    words += f", {percent(share)} of what the memory can do"
+    figures += f", {percent(share)}"
+    if share < MEMORY_SHARE or not has_plain:
+        return Limit("decodes", f"decodes, {usual} a step", words, figures)
+    return Limit("memory", f"memory {percent(share)}", words, figures)
 
 
 def _median(values: Numbers) -> float:

@@ -166,7 +166,7 @@ class RequestRow(NamedTuple):
 
     request_id: str
     state: str
-    """waiting, prefill, decode, preempted, or its finish reason."""
+    """waiting, prefill, decode, unread, preempted, or its finish reason."""
     prompt: int
     cached: int
     computed: int
@@ -507,7 +507,7 @@ def _live_rows(
         rows.append(
             RequestRow(  # by place, as its fields are: 64 of them in a frame
                 view.request_id,
-                view.status,
+                "unread" if view.is_unread and view.status == "decode" else view.status,
                 view.num_prompt_tokens,
                 view.num_cached_tokens,
                 view.num_computed_tokens,
