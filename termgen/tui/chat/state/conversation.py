@@ -233,6 +233,8 @@ class Conversation:
         self.session_id = session_id or uuid4().hex
         self.title = ""
         """Taken from the first question until the chat is renamed."""
+        self.folder = ""
+        """The folder that it was begun in, where a client has named one."""
         self.fits_itself = False
         """True: the oldest turns are not sent any more when the context is full."""
         self.num_left_out = 0
