@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "loop": ("engine.loop",),
     "api": ("api",),
     "tools": ("tools",),
+    "agent": ("agent",),
     "serving": ("server", "serving"),
     "clients": ("bench", "remote"),
     "trace": ("trace",),
@@ -88,6 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trace": {"vocabulary"},
     "chats": {*GROUND, "api", "tools"},
     "tui": {*GROUND, "api", "tools", "trace", "chats"},
+    "agent": {*GROUND, "api", "tools", "chats"},
     "offline": {*GROUND, "files", "text", "loop"},
     "commands": set(ROOMS),
 }
@@ -111,6 +113,7 @@ HOMES: dict[str, set[str]] = {
     "httpx2": {"tools"},
     "anyio": {"tools"},
     "rich": {"tui"},
+    "acp": {"agent", "commands"},
 }
 """The rooms that may import a library: running a model, its text, serving and painting each have
 one home."""
@@ -126,6 +129,7 @@ LAZY: dict[str, set[str]] = {
     "attention": {"flashinfer", "flash_attn"},
     "tools": {"mcp", "mcp_types", "httpx2", "anyio", "pydantic"},
     "executor": {"torch"},
+    "commands": {"acp"},
 }
 """Libraries that only a function may import, so that a start does not load them before use."""
 
