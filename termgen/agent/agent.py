@@ -319,7 +319,9 @@ class TermgenAgent:
     ) -> None:
         with suppress(TermgenError):  # the prompt gets the error
             await starting
-            _show_options(session, await self._options())
+            options = await self._options()
+            if self._sessions.get(session.session_id) is session:
+                _show_options(session, options)
 
     async def _options(self) -> Options | None:
         """The choice of a model; None where the engine or its models cannot be read."""
@@ -373,8 +375,9 @@ async def serve(agent: TermgenAgent, reading: int, writing: int) -> int | None:
         transport.end()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end, number)
+    with suppress(NotImplementedError):  # Windows
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, end, number)
     try:
         await connection.listen()
     finally:

@@ -28,6 +28,7 @@ from acp.schema import (
 
 from termgen.agent.engine_source import EngineSource
 from termgen.agent.faults import INVALID_REQUEST, clear_error
+from termgen.agent.full_context import FULL_WORDS, leave_out
 from termgen.agent.outbox import Outbox
 from termgen.agent.questions import question_of
 from termgen.agent.slash_commands import run_command
@@ -70,10 +71,6 @@ APPROVALS = {
     ALLOW_ALWAYS: Approval.ALWAYS,
     REJECT_ONCE: Approval.DENY,
 }
-FULL_WORDS = (
-    "The chat has filled the model's context: /fit goes on without the oldest turns, a new session "
-    "begins another chat."
-)
 
 logger = logging.getLogger("termgen.agent")
 
@@ -323,16 +320,12 @@ class AgentSession:
         return read_answer(client, prompt, params, request_id=request_id, tools=tools)
 
     def _leaves_out(self, turn: Turn) -> bool:
-        """Leave a third more of the oldest turns out, if that is wanted and there are any."""
-        chat, last = self.conversation, len(self.conversation.turns) - 1
-        if not chat.fits_itself or chat.num_left_out >= last:
-            return False
-        chat.num_left_out += (last - chat.num_left_out + 2) // 3
-        self.save()
-        self._note(
-            turn, f"The first {chat.num_left_out} turns are no longer sent: the context is full."
-        )
-        return True
+        """Leave some of the oldest turns out, if that is wanted and there are any."""
+        words = leave_out(self.conversation)
+        if words:
+            self.save()
+            self._note(turn, words)
+        return bool(words)
 
     async def _read(self, turn: Turn, answer: AsyncGenerator[AnswerNews, None]) -> None:
         async with contextlib.aclosing(answer) as stream:

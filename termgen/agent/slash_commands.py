@@ -7,6 +7,7 @@ from typing import Protocol
 
 from acp.schema import AvailableCommand, AvailableCommandInput, UnstructuredCommandInput
 
+from termgen.agent.full_context import fit
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.state.commands import COMMANDS, SlashCommand
 from termgen.tui.chat.state.conversation import Conversation
@@ -44,7 +45,9 @@ async def run_command(session: Commanded, command: SlashCommand, argument: str) 
     if command.name == "system":
         return _system(session, argument)
     if command.name == "fit":
-        return _fit(session, argument)
+        words = fit(session.conversation, argument)
+        session.save()
+        return words
     if command.name == "rename":
         return _rename(session, argument)
     if command.name == "mcp":
@@ -59,19 +62,6 @@ def _system(session: Commanded, argument: str) -> str:
         chat.system_prompt = None if argument == "off" else argument
         session.save()
     return f"System prompt: {chat.system_prompt or 'none'}"
-
-
-def _fit(session: Commanded, argument: str) -> str:
-    if argument not in ("", "off"):
-        return "/fit goes on without the oldest turns, /fit off sends all of them."
-    chat = session.conversation
-    chat.fits_itself = not argument
-    if argument:
-        chat.num_left_out = 0
-    session.save()
-    if argument:
-        return "Every turn is sent again."
-    return "In a full context the oldest turns are not sent. /fit off ends that."
 
 
 def _rename(session: Commanded, argument: str) -> str:

@@ -33,6 +33,8 @@ class BadLine:
 
     code: int
     words: str
+    message_id: str | int | None = None
+    """The id of a request, if it has one."""
 
 
 class StdioTransport:
@@ -67,7 +69,7 @@ class StdioTransport:
                     self._unanswered.add(message["id"])
                 return message
             error = {"code": message.code, "message": message.words}
-            await self.send({"jsonrpc": "2.0", "id": None, "error": error})
+            await self.send({"jsonrpc": "2.0", "id": message.message_id, "error": error})
 
     async def send(self, message: Message) -> None:
         """Write a message; returns when it is written. Raises ConnectionError for a request that
@@ -152,7 +154,7 @@ def read_message(line: bytes) -> Message | BadLine:
     if method is None and "id" not in message:
         return BadLine(INVALID_REQUEST, "method is missing")
     if method is not None and not isinstance(method, str):
-        return BadLine(INVALID_REQUEST, "method must be a string")
+        return BadLine(INVALID_REQUEST, "method must be a string", message_id)
     if not isinstance(message.get("error"), (dict, type(None))):
         return BadLine(INVALID_REQUEST, "error must be an object")
     return message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import random
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 acp = pytest.importorskip("acp")
 
 from acp_harness import NOISY, RawAgent, engine_of, environment, raw_agent  # noqa: E402
+from fake_engine import FakeEngine  # noqa: E402
 from server_harness import serving  # noqa: E402
 
 PROMPT = [{"type": "text", "text": "hi"}]
@@ -51,7 +53,8 @@ async def test_lines_that_are_no_messages(tmp_path: Path) -> None:
         ]
         for line, code, words in bad:
             await agent.send(line)
-            answer = await agent.answer(None)
+            is_request = isinstance(line, dict) and type(line.get("id")) is int and "method" in line
+            answer = await agent.answer(line["id"] if is_request else None)
             assert answer["error"]["code"] == code and words in answer["error"]["message"], line
         await agent.send(b"", b"   ", {"id": 99, "result": 1}, {"id": {}, "result": 1})
         assert (await agent.answer(None))["error"]["message"].startswith("id must be")
@@ -221,3 +224,53 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path) -> None:
     )
     line = "termgen: error: termgen acp needs a package: pip install 'termgen[acp]'\n"
     assert (done.returncode, done.stdout, done.stderr.decode()) == (2, b"", line)
+
+
+def mangled(value: Any, rng: random.Random) -> Any:
+    """The value with something in it that is not what it was."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        name = rng.choice(list(value))
+        return {**value, name: mangled(value[name], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        place = rng.randrange(len(value))
+        return [*value[:place], mangled(value[place], rng), *value[place + 1 :]]
+    odd = [None, True, -1, 2**70, 1.5, "", "x", "\ud800", "\0", [], {}, [[]], {"type": "text"}]
+    return rng.choice(odd)
+
+
+async def test_requests_of_any_shape_are_answered(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    server = {"name": "s", "command": "true", "args": ["a"], "env": [{"name": "A", "value": "b"}]}
+    engine = FakeEngine()
+    async with (
+        serving(engine) as target,
+        raw_agent(tmp_path, "--url", target.url) as agent,
+    ):
+        session = await opened(agent, tmp_path)
+        folder = {"cwd": str(tmp_path), "mcpServers": [server]}
+        blocks = [*PROMPT, {"type": "resource", "resource": {"uri": "file:///x", "text": "y"}}]
+        methods: list[tuple[str, dict[str, Any]]] = [
+            ("initialize", {"protocolVersion": 1, "clientCapabilities": {"fs": {}}}),
+            ("session/new", folder),
+            ("session/load", {**folder, "sessionId": session}),
+            ("session/list", {"cwd": "/", "cursor": None}),
+            ("session/prompt", {"sessionId": session, "prompt": blocks}),
+            (
+                "session/set_config_option",
+                {"sessionId": session, "configId": "a", "value": "x"},
+            ),
+            ("session/close", {"sessionId": session, "_meta": {"self": 1}}),
+            ("session/cancel", {"sessionId": session}),
+        ]
+        for number in range(150):
+            method, params = rng.choice(methods)
+            message = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+            message = mangled(message, rng)
+            message_id = message.get("id") if isinstance(message, dict) else None
+            await agent.send(message)
+            is_request = isinstance(message, dict) and message.get("method") is not None
+            if is_request and "id" in message and type(message_id) in (int, str, type(None)):
+                await agent.answer(message_id)
+        await agent.request("session/list", "last")

@@ -249,7 +249,9 @@ async def test_a_full_context_says_what_to_do(tmp_path: Path) -> None:
         await agent.ask(session, "/fit")
         answer = await agent.ask(session, "third question " + "x" * 30)
         assert answer.stop_reason == "end_turn"
-        assert "turns are no longer sent" in agent.client.text(session, "agent_thought_chunk")
+        assert "no longer sent: the context is full" in agent.client.text(
+            session, "agent_thought_chunk"
+        )
     last = messages_of(engine.calls[-1])
     assert last[-1]["content"].startswith("third") and last[0]["content"] != "first question"
 

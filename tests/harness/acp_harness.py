@@ -161,6 +161,8 @@ async def agent_process(
         ) as (connection, process):
             await connection.initialize(protocol_version=1)
             yield Agent(client, connection, process, folder)
+    words = log.read_text(errors="replace")
+    assert "Traceback" not in words and "Warning" not in words.replace("UserWarning: noise", "")
 
 
 class RawAgent:
