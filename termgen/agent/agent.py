@@ -219,11 +219,12 @@ class TermgenAgent:
             )
         try:
             await self._engine.client()
-            names = [choice.name for choice in await self._engine.models()]
-            if value not in names:
+            found = [choice for choice in await self._engine.models() if choice.name == value]
+            if not found:
                 raise invalid(f"value: there is no model {value!r:.100} here")
             try:
-                await self._engine.switch(str(value))
+                if not found[0].is_current:
+                    await self._engine.switch(found[0].name)
             finally:
                 options = await self._options()
                 for other in self._sessions.values():

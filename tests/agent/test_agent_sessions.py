@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from termgen.tui.chat.saved.chat_db import ChatDatabase  # noqa: E402
 from termgen.tui.chat.saved.chat_records import conversation_of  # noqa: E402
 from termgen.tui.chat.state.conversation import AnswerState  # noqa: E402
 
+ENGINE = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--max-model-len", "256")
 READ = hermes("files_read", '{"path": "note.txt"}')
 STORY = [
     "user_message: [file]",
@@ -218,3 +221,29 @@ async def test_options_follow_an_engine_that_starts_late(tmp_path: Path) -> None
         assert (await agent.ask(session, "two")).stop_reason == "end_turn"
         again = await agent.call.new_session(cwd=str(tmp_path), mcp_servers=[])
         assert again.config_options[0].current_value == "fake/model-1"
+
+
+async def test_an_engine_of_its_own(tmp_path: Path, tiny_llama_dir: Path) -> None:
+    """The real one, with two tiny models: answers stream, models change, its end takes no time."""
+    for name in ("one", "two"):
+        shutil.copytree(tiny_llama_dir, tmp_path / "models" / name)
+    first, second = (str(tmp_path / "models" / name) for name in ("one", "two"))
+    flags = ("--model", first, "--max-tokens", "8", "--temperature", "0", *ENGINE)
+    async with agent_process(tmp_path, *flags) as agent:
+        client = agent.client
+        session, other = await agent.session(), await agent.session()
+        answers = await asyncio.gather(agent.ask(session, "one"), agent.ask(other, "one"))
+        assert [answer.stop_reason for answer in answers] == ["max_tokens"] * 2
+        assert client.text(session) == client.text(other) != ""
+        await client.until(lambda: client.shown(session, "config_option_update"))
+        (option,) = client.shown(session, "config_option_update")[-1].config_options
+        assert option.current_value == first
+        assert [one.value for one in option.options] == [first, second]
+        for value in (second, second, first):
+            answer = await agent.call.set_config_option(
+                config_id="model", session_id=session, value=value
+            )
+            assert answer.config_options[0].current_value == value
+        assert (await agent.ask(other, "two")).stop_reason == "max_tokens"
+        started = time.monotonic()
+    assert agent.process.returncode == 0 and time.monotonic() - started < 3
