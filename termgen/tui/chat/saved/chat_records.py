@@ -114,10 +114,10 @@ def session_record(
         held[SET_BY_HAND] = [name for name in PARAM_NAMES if held[name] != getattr(own, name)]
     if conversation.fits_itself:
         held[LEFT_OUT] = conversation.num_left_out
-    if conversation.folder:
-        held[FOLDER] = conversation.folder
     now_s = time.time()
     turns = conversation.turns
+    if conversation.folder:
+        held[FOLDER] = conversation.folder
     return SessionRecord(
         session_id=conversation.session_id,
         title=conversation.title,

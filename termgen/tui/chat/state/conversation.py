@@ -231,10 +231,10 @@ class Conversation:
     def __init__(self, *, system_prompt: str | None = None, session_id: str | None = None) -> None:
         self.system_prompt = system_prompt
         self.session_id = session_id or uuid4().hex
-        self.title = ""
-        """Taken from the first question until the chat is renamed."""
         self.folder = ""
         """The folder that it was begun in, where a client has named one."""
+        self.title = ""
+        """Taken from the first question until the chat is renamed."""
         self.fits_itself = False
         """True: the oldest turns are not sent any more when the context is full."""
         self.num_left_out = 0
