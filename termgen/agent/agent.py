@@ -213,15 +213,15 @@ class TermgenAgent:
         session = self._session(session_id)
         if config_id != MODEL:
             raise invalid(f"configId: there is no option {config_id!r:.100}, only {MODEL!r}")
-        if any(one.is_busy for one in self._sessions.values()):
-            raise acp.RequestError(
-                INVALID_REQUEST, "a session answers a prompt: the model can be changed after that"
-            )
         try:
             await self._engine.client()
             found = [choice for choice in await self._engine.models() if choice.name == value]
             if not found:
                 raise invalid(f"value: there is no model {value!r:.100} here")
+            if any(one.is_busy for one in self._sessions.values()):
+                raise acp.RequestError(
+                    INVALID_REQUEST, "a session answers a prompt: change the model after that"
+                )
             try:
                 if not found[0].is_current:
                     await self._engine.switch(found[0].name)
@@ -273,6 +273,7 @@ class TermgenAgent:
             if before is not None and before.is_busy:
                 raise acp.RequestError(INVALID_REQUEST, "this session answers a prompt: cancel it")
             if before is not None:
+                del self._sessions[session_id]  # no prompt may begin in it any more
                 await before.close()
             if before is not None and not before.conversation.turns:
                 return self._open(before.conversation, servers, folder, {})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from termgen.client import EngineClient
@@ -78,12 +79,13 @@ class EngineSource:
         return client
 
     async def stop(self) -> None:
-        """End the engine. Returns within `STOP_S`."""
+        """End the engine. Returns within `STOP_S`, ended or not."""
         task, self._getting = self._getting, None
         if task is not None and not task.done():
             task.cancel()
-        async with asyncio.timeout(STOP_S):
-            await self._stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self._stop()
 
 
 async def _with_clear_error(work: Awaitable[EngineClient]) -> EngineClient:

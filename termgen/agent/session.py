@@ -115,6 +115,8 @@ class AgentSession:
         self._shown = ShownCalls(folder)
         self._turn: Turn | None = None
         """The turn that is answered now."""
+        self._said_left_out: tuple[str, ...] = ()
+        """Parameters that the last notice named, as the server does not know them."""
         self._request_ids = (f"acp-{conversation.session_id[:8]}-{number}" for number in count(1))
         session_id = conversation.session_id
         self.outbox = Outbox(lambda update: house.client.session_update(session_id, update))
@@ -275,8 +277,9 @@ class AgentSession:
     ) -> bool:
         """Ask until the model calls no more tools; False if it has called in all its rounds."""
         sent, left_out = without(params, client.model.unsent_params)
-        if left_out:
+        if left_out and left_out != self._said_left_out:
             self._note(turn, f"Left out, as the server knows no {', '.join(left_out)}.")
+        self._said_left_out = left_out
 
         async def ask(offers: bool) -> Sequence[ToolCall]:
             await self._ask_once(client, turn, sent, offers=offers)

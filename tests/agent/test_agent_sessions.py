@@ -171,7 +171,7 @@ async def test_an_answer_is_saved_before_its_end(tmp_path: Path) -> None:
 
 
 async def test_the_model_of_a_server_is_an_option(tmp_path: Path) -> None:
-    engine = engine_of(Script(pieces=("One", "."), hold_after=1), "Two.")
+    engine = engine_of(Script(pieces=("One", "."), hold_after=1), Script(first_delay_s=0.5), "Two.")
     async with (
         serving(engine, served_model_name=("small", "large")) as server,
         agent_process(tmp_path, "--url", server.url) as agent,
@@ -194,6 +194,11 @@ async def test_the_model_of_a_server_is_an_option(tmp_path: Path) -> None:
             await choose("large")
         engine.release.set()
         await asked
+        # a prompt that begins while the models are listed comes first
+        refused, answered = await asyncio.gather(
+            choose("large"), agent.ask(other, "at once"), return_exceptions=True
+        )
+        assert "answers a prompt" in str(refused) and answered.stop_reason == "end_turn"
         with pytest.raises(acp.RequestError, match="value: there is no model 'huge'"):
             await choose("huge")
         with pytest.raises(acp.RequestError, match="configId: there is no option 'theme'"):
@@ -207,7 +212,7 @@ async def test_the_model_of_a_server_is_an_option(tmp_path: Path) -> None:
         await agent.ask(other, "two")
     with closing(ChatDatabase(tmp_path / "chats.sqlite3")) as database:
         models = {one.title: one.model_id for one in database.sessions()}
-    assert models == {"one": "small", "two": "large"}
+    assert models == {"one": "small", "at once": "large"}
 
 
 async def test_options_follow_an_engine_that_starts_late(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ async def test_a_turn_with_a_tool_and_its_permission(tmp_path: Path) -> None:
         assert used.size == 4096 and 0 < used.used < 4096
     roles = [message["role"] for message in messages_of(engine.calls[-1])]
     assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant", "tool"]
-    assert find_session(tmp_path / "chats.sqlite3", "What is here?") == session
+    for words in ("What is here?", session):  # as `termgen chat --session` finds it
+        assert find_session(tmp_path / "chats.sqlite3", words) == session
     with closing(sqlite3.connect(tmp_path / "chats.sqlite3")) as database:
         rows = database.execute("SELECT question, answer, state FROM turns").fetchall()
     assert rows == [
