@@ -21,6 +21,8 @@ MAX_WAITING = 64
 """Messages that are read ahead."""
 GRACE_S = 0.1
 """Time at the end of the input for answers to what came right before it."""
+OPTIONAL = "$/"
+"""Beginning of notifications that may be left alone, by the protocol: none is known here."""
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600
 
@@ -67,6 +69,8 @@ class StdioTransport:
             if isinstance(message, dict):
                 if "method" in message and "id" in message:
                     self._unanswered.add(message["id"])
+                elif str(message.get("method")).startswith(OPTIONAL):
+                    continue
                 return message
             error = {"code": message.code, "message": message.words}
             await self.send({"jsonrpc": "2.0", "id": message.message_id, "error": error})

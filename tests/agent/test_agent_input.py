@@ -56,10 +56,14 @@ async def test_lines_that_are_no_messages(tmp_path: Path) -> None:
             is_request = isinstance(line, dict) and type(line.get("id")) is int and "method" in line
             answer = await agent.answer(line["id"] if is_request else None)
             assert answer["error"]["code"] == code and words in answer["error"]["message"], line
+        await agent.send({"method": "$/cancel_request", "params": {"requestId": 99}})
         await agent.send(b"", b"   ", {"id": 99, "result": 1}, {"id": {}, "result": 1})
         assert (await agent.answer(None))["error"]["message"].startswith("id must be")
         answer = await agent.request("session/prompt", 4, sessionId=session, prompt=PROMPT)
         assert answer["result"]["stopReason"] == "end_turn"
+        assert agent.process.stdin is not None and agent.process.stderr is not None
+        agent.process.stdin.close()
+        assert await asyncio.wait_for(agent.process.stderr.read(), 20) == b""
 
 
 async def test_a_line_that_is_too_long_is_skipped(tmp_path: Path) -> None:
