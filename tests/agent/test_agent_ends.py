@@ -32,7 +32,9 @@ from fake_script import Script  # noqa: E402
 from server_harness import eventually, serving  # noqa: E402
 from tool_samples import hermes  # noqa: E402
 
-QUICK_S = 1.0
+QUICK_S = 2.0
+"""Long on a busy machine, and nothing beside what is waited for in these tests."""
+ENDS_S = 6.0
 SERVER = McpServerStdio(
     name="own", command=sys.executable, args=[str(HARNESS / "mcp_server.py")], env=[]
 )
@@ -44,7 +46,7 @@ async def cancelled(agent: Agent, session: str, asked: asyncio.Task) -> None:  #
     """Cancel the prompt; it must end so at once."""
     started = time.monotonic()
     await agent.call.cancel(session_id=session)
-    answer = await asyncio.wait_for(asked, QUICK_S * 5)
+    answer = await asyncio.wait_for(asked, QUICK_S * 3)
     assert answer.stop_reason == "cancelled"
     assert time.monotonic() - started < QUICK_S
 
@@ -184,7 +186,7 @@ async def test_no_server_is_left(tmp_path: Path, way: str) -> None:
             code = await asyncio.wait_for(process.wait(), 10)
             assert code == (143 if way == "SIGTERM" else -signal.SIGKILL)
         await eventually(lambda: not is_alive(pid))
-        assert time.monotonic() - started < QUICK_S * 2
+        assert time.monotonic() - started < ENDS_S
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
 
@@ -209,7 +211,7 @@ async def test_a_client_that_does_not_read_is_left_in_time(tmp_path: Path) -> No
         agent.process.stdin.close()
         # ended, though a pipe is full: asked of the kernel, as the pipe is not read to its end
         await eventually(lambda: not is_alive(agent.process.pid), 10)
-        assert time.monotonic() - started < QUICK_S * 3
+        assert time.monotonic() - started < ENDS_S
         transport.resume_reading()
 
 
