@@ -45,7 +45,7 @@ from acp.schema import (
 from termgen import __version__
 from termgen.agent.engine_source import EngineSource
 from termgen.agent.faults import INVALID_REQUEST, NOT_FOUND, clear_error, invalid
-from termgen.agent.questions import folder_of, servers_of
+from termgen.agent.questions import fault_of_servers, folder_of, servers_of
 from termgen.agent.session import AgentSession, House
 from termgen.agent.slash_commands import available
 from termgen.agent.stdio import StdioTransport
@@ -54,7 +54,7 @@ from termgen.config import UIConfig
 from termgen.errors import ChatStoreError, TermgenError
 from termgen.tools.server_config import McpServer
 from termgen.tools.toolbox import Toolbox
-from termgen.tui.chat.saved.chat_records import conversation_of
+from termgen.tui.chat.saved.chat_records import conversation_of, plain_text
 from termgen.tui.chat.saved.chat_store import ChatStore
 from termgen.tui.chat.state.conversation import Conversation
 
@@ -277,7 +277,8 @@ class TermgenAgent:
                 await before.close()
             if before is not None and not before.conversation.turns:
                 return self._open(before.conversation, servers, folder, {})
-            found = await self._read(lambda database: database.find(session_id))
+            wanted = plain_text(session_id)  # what is no text would end the store
+            found = await self._read(lambda database: database.find(wanted))
             if found is None:
                 raise acp.RequestError(
                     NOT_FOUND, f"sessionId: there is no chat {session_id!r:.100} to go on with"
@@ -366,7 +367,7 @@ def _show_options(session: AgentSession, options: Options | None) -> None:
 
 async def serve(agent: TermgenAgent, reading: int, writing: int) -> int | None:
     """Answer the client until its end of the input, or a signal, whose number is returned."""
-    transport = StdioTransport(reading, writing)
+    transport = StdioTransport(reading, writing, fault_of_servers)
     connection = acp.AgentSideConnection(
         agent, transport, listening=False, use_unstable_protocol=True
     )

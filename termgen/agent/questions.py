@@ -6,20 +6,23 @@ Faults are `acp.RequestError`s that name the field.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from acp.schema import (
+    AcpMcpServer,
     EmbeddedResourceContentBlock,
     HttpMcpServer,
     McpServerStdio,
     ResourceContentBlock,
+    SseMcpServer,
     TextContentBlock,
     TextResourceContents,
 )
+from pydantic import BaseModel, ValidationError
 
 from termgen.agent.faults import invalid
 from termgen.config import TOOLS
@@ -30,6 +33,13 @@ from termgen.tui.chat.state import attachments as files
 from termgen.tui.chat.state.attachments import Attachment
 
 MAX_NAME_CHARS = 32
+SHAPES: Mapping[str, type[BaseModel]] = {
+    "stdio": McpServerStdio,
+    "http": HttpMcpServer,
+    "sse": SseMcpServer,
+    "acp": AcpMcpServer,
+}
+"""Kinds of MCP servers."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")
 
 
@@ -115,6 +125,24 @@ def folder_of(cwd: str, others: Sequence[str] | None) -> Path:
     if not Path(cwd).is_dir():
         raise invalid(f"cwd: {cwd!r:.200} is not a folder on this machine")
     return Path(cwd)
+
+
+def fault_of_servers(message: Mapping[str, Any]) -> str:
+    """What is wrong with the MCP servers of a request: the package leaves such out silently."""
+    params = message.get("params")
+    given = params.get("mcpServers") if isinstance(params, dict) else None
+    for number, one in enumerate(given if isinstance(given, list) else ()):
+        kind = one.get("type", "stdio") if isinstance(one, dict) else "stdio"
+        shape = SHAPES.get(kind) if isinstance(kind, str) else None
+        if shape is None:
+            return f"mcpServers[{number}].type: there is no {kind!r:.100}"
+        try:
+            shape.model_validate(one)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = "".join(f".{part}" for part in first["loc"])
+            return f"mcpServers[{number}]{where}: {first['msg']}"
+    return ""
 
 
 def servers_of(given: Sequence[Any] | None, folder: Path) -> tuple[McpServer, ...]:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -25,6 +26,7 @@ OPTIONAL = "$/"
 """Beginning of notifications that may be left alone, by the protocol: none is known here."""
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600
+INVALID_PARAMS = -32602
 
 Message = dict[str, Any]
 
@@ -42,8 +44,12 @@ class BadLine:
 class StdioTransport:
     """What `acp.AgentSideConnection` takes as its transport. Used on one event loop."""
 
-    def __init__(self, reading: int, writing: int) -> None:
-        """The descriptors are taken over. The reading begins at once."""
+    def __init__(
+        self, reading: int, writing: int, check: Callable[[Message], str] = lambda _: ""
+    ) -> None:
+        """The descriptors are taken over. The reading begins at once. check: says what is wrong
+        with the parameters of a request, where the package would not."""
+        self._check = check
         self._loop = asyncio.get_running_loop()
         self._inbox: asyncio.Queue[Message | BadLine | None] = asyncio.Queue()
         self._room = threading.Semaphore(MAX_WAITING)
@@ -113,7 +119,10 @@ class StdioTransport:
         if not line:
             self._give(BadLine(INVALID_REQUEST, f"a line has over {MAX_LINE_BYTES >> 20} MiB"))
         elif line.strip():
-            self._give(read_message(line))
+            message = read_message(line)
+            if isinstance(message, dict) and "id" in message and (words := self._check(message)):
+                message = BadLine(INVALID_PARAMS, words, message["id"])
+            self._give(message)
 
     def _give(self, message: Message | BadLine | None) -> None:
         self._room.acquire()

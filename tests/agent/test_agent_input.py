@@ -102,6 +102,7 @@ async def test_parameters_that_cannot_be_used(tmp_path: Path) -> None:
             (("session/prompt", {"prompt": PROMPT}), -32602, "sessionId: Field required"),
             (("session/close", {"sessionId": "?"}), -32002, "sessionId"),
             (("session/load", new()[1] | {"sessionId": "?"}), -32002, "there is no chat '?'"),
+            (("session/load", new()[1] | {"sessionId": "\ud800"}), -32002, "there is no chat"),
             (("session/fork", {"sessionId": session, "cwd": "/"}), -32601, "Method not found"),
             (("session/set_mode", {"sessionId": session, "modeId": "x"}), -32601, "Method not"),
             (("no/such", {}), -32601, "Method not found"),
@@ -125,6 +126,9 @@ async def test_parameters_that_cannot_be_used(tmp_path: Path) -> None:
             (new(cwd=str(tmp_path / "none")), -32602, "is not a folder"),
             (new(cwd="/\0"), -32602, "cwd:"),
             (new(additionalDirectories=["/"]), -32602, "additionalDirectories:"),
+            (server_of(args="text"), -32602, "mcpServers[0].args: Input should be"),
+            (new(mcpServers=[stdio, 7]), -32602, "mcpServers[1]: Input should be"),
+            (new(mcpServers=[{"type": "x"}]), -32602, "mcpServers[0].type: there is no 'x'"),
             (server_of(command=""), -32602, "mcpServers[0], [mcp.s]: command"),
             (server_of(env=[{"name": "A=B", "value": ""}]), -32602, "env: 'A=B' cannot be set"),
             (
