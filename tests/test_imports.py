@@ -47,9 +47,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "loop": ("engine.loop",),
     "api": ("api",),
     "tools": ("tools",),
+    "agent": ("agent",),
     "serving": ("server", "serving"),
     "clients": ("bench", "remote"),
     "trace": ("trace",),
+    "chats": ("tui.chat.state", "tui.chat.saved", "tui.paint.sanitize"),
     "tui": ("tui",),
     "offline": ("llm",),
     "commands": ("__init__", "__main__", "commands", "engine.__init__"),
@@ -85,7 +87,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serving": {*GROUND, "api"},
     "clients": {*GROUND, "api"},
     "trace": {"vocabulary"},
-    "tui": {*GROUND, "api", "tools", "trace"},
+    "chats": {*GROUND, "api", "tools"},
+    "tui": {*GROUND, "api", "tools", "trace", "chats"},
+    "agent": {*GROUND, "api", "tools", "chats"},
     "offline": {*GROUND, "files", "text", "loop"},
     "commands": set(ROOMS),
 }
@@ -109,6 +113,7 @@ HOMES: dict[str, set[str]] = {
     "httpx2": {"tools"},
     "anyio": {"tools"},
     "rich": {"tui"},
+    "acp": {"agent", "commands"},
 }
 """The rooms that may import a library: running a model, its text, serving and painting each have
 one home."""
@@ -124,6 +129,7 @@ LAZY: dict[str, set[str]] = {
     "attention": {"flashinfer", "flash_attn"},
     "tools": {"mcp", "mcp_types", "httpx2", "anyio", "pydantic"},
     "executor": {"torch"},
+    "commands": {"acp"},
 }
 """Libraries that only a function may import, so that a start does not load them before use."""
 
@@ -344,6 +350,8 @@ def test_no_folder_is_too_full() -> None:
         ("tui/app.py", "def f():\n    import torch", "never in tui"),
         ("tui/app.py", "from termgen.engine.schedule.scheduler import S", "may not see schedule"),
         ("tui/app.py", "from termgen.server import run_server", "may not see serving"),
+        ("tui/chat/state/x.py", "import textual", "never in chats"),
+        ("tui/chat/saved/x.py", "from termgen.tui.app import A", "chats may not see tui"),
         ("server.py", "from termgen.engine.loop.engine import AsyncEngine", "may not see loop"),
         ("bench/x.py", "from termgen import LLM", "may not see commands"),
         ("bench/x.py", "import importlib\nimportlib.import_module('termgen.llm')", "see offline"),
@@ -418,6 +426,7 @@ def modules_of(*rooms: str) -> list[str]:
             {"torch", "transformers"},
         ),
         (("tui",), {"torch", "transformers", "starlette", "uvicorn", "mcp"}),
+        (("chats",), {"torch", "transformers", "textual", "rich", "starlette", "mcp"}),
         (("api", "serving"), {"torch", "transformers", "textual"}),
         (("clients",), {"torch", "transformers", "textual", "starlette"}),
         (("tools",), {"torch", "transformers", "textual", "starlette", "mcp", "httpx2"}),

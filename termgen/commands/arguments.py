@@ -32,6 +32,9 @@ POSITIONAL = {"chat": " [--plain | --inline question]", "generate": " [prompt]",
 CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens", "chat_db", "tools")
 """Chat settings that `serve` has no flags for, as requests bring their own."""
 
+SCREEN_ONLY = ("theme", "dashboard_hz", "keys")
+"""Settings of screens, which `acp` has no flags for."""
+
 
 def build_parser() -> FlagParser:
     parser = FlagParser(
@@ -55,6 +58,11 @@ def build_parser() -> FlagParser:
         "--session", metavar="ID|TITLE", help="go on with this chat (its title may be shortened)"
     )
     _add_engine_flags(chat)
+
+    acp = _command(commands, "acp", "answer an editor, as an agent of the Agent Client Protocol")
+    add_server_flags(acp, "answer with")
+    add_flags(acp, UIConfig, title="chat", omit=SCREEN_ONLY)
+    _add_engine_flags(acp)
 
     serve = _command(commands, "serve", "serve a model over HTTP, as OpenAI's API")
     add_flags(serve, ServerConfig, title="server")

@@ -22,7 +22,7 @@ from termgen.library import catalog
 from termgen.library.local_models import find_others, size_of
 from termgen.library.progress import TerminalProgress
 from termgen.tools.toolbox import Toolbox
-from termgen.tui.models import ModelChoice, Report, Switch
+from termgen.vocabulary.model_shelf import ModelChoice, Report, Switch
 
 STOP_WAIT_S = 0.5
 """A running fetch checks for a stop at least this often."""

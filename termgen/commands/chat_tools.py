@@ -13,10 +13,11 @@ from termgen.tools.server_tools import McpTools
 from termgen.tools.toolbox import Provider, Toolbox
 
 
-def make_toolbox(ui: UIConfig, servers: Sequence[McpServer]) -> Toolbox:
-    """Nothing is started yet. servers: those of the config file."""
+def make_toolbox(ui: UIConfig, servers: Sequence[McpServer], folder: Path | None = None) -> Toolbox:
+    """Nothing is started yet. servers: those of the config file. folder: the working folder; None:
+    that of this program."""
     providers: list[Provider] = []
     if files.NAME in ui.tools:
-        providers.append(FileTools(Path.cwd()))
+        providers.append(FileTools(folder or Path.cwd()))
     providers += map(McpTools, servers)
     return Toolbox(providers)

@@ -208,6 +208,13 @@ def _plain_chat(
     return run_plain(*own_engine(config, plain=True), ui)
 
 
+def acp_command(args: argparse.Namespace) -> int:
+    from termgen.commands.acp_command import run_acp
+
+    share_lock_quickly()
+    return run_acp(args, _layers(args))
+
+
 def serve_command(args: argparse.Namespace) -> int:
     layers = _layers(args)
     config, server = layers.resolve(EngineConfig), layers.resolve(ServerConfig)
@@ -349,6 +356,7 @@ def _is_dumb_terminal() -> bool:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "chat": chat_command,
+    "acp": acp_command,
     "serve": serve_command,
     "generate": generate_command,
     "top": top_command,

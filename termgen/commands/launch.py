@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from termgen.tools.toolbox import Toolbox
     from termgen.tui.app import TermgenApp
     from termgen.tui.chat.saved.chat_store import ChatStore, Resume
-    from termgen.tui.models import ModelShelf
+    from termgen.vocabulary.model_shelf import ModelShelf
 
 Progress = Callable[[str, float], None]
 StartEngine = Callable[[Progress], Awaitable["EngineClient"]]

@@ -12,7 +12,7 @@ from termgen.commands.settings import SettingLayers, flag_of
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError, EngineError
 from termgen.tools.toolbox import Toolbox
-from termgen.tui.models import ModelChoice, Switch
+from termgen.vocabulary.model_shelf import ModelChoice, Switch
 
 if TYPE_CHECKING:
     from termgen.client import EngineClient, ModelInfo

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,6 +39,10 @@ class McpServer:
     timeout_s: float = 60.0
     """Limit of one call."""
     protocol: str = "auto"
+    is_literal: bool = False
+    """Texts of `env` and `headers` are what they are: `${NAME}` stands for nothing."""
+    folder: Path | None = None
+    """Working folder of the command; None: that of this program."""
 
 
 def read_servers(where: str, tables: object) -> tuple[McpServer, ...]:

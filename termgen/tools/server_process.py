@@ -41,8 +41,12 @@ KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", 
 class ServerProcess:
     """A transport as `mcp.Client` takes it: an async context manager of two streams."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], folder: Path | None = None
+    ) -> None:
+        """folder: its working folder; None: that of this program."""
         self._command = tuple(command)
+        self._folder = folder
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         self._env = {**kept, **env}
         self._process: asyncio.subprocess.Process | None = None
@@ -70,6 +74,7 @@ class ServerProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=self._env,
+            cwd=self._folder,
             limit=MAX_LINE_BYTES,
             start_new_session=True,
         )

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -164,10 +164,13 @@ class McpTools:
                     self._fail("it has ended")
 
     def _process(self) -> ServerProcess:
-        command, env = self._server.command, expanded(self._server.env)
+        command, env = self._server.command, self._values(self._server.env)
         if shutil.which(command[0], path=env.get("PATH")) is None:
             raise ConfigError(f"there is no program {command[0]!r}")
-        return ServerProcess(command, env)
+        return ServerProcess(command, env, self._server.folder)
+
+    def _values(self, texts: Mapping[str, str]) -> Mapping[str, str]:
+        return texts if self._server.is_literal else expanded(texts)
 
     async def _http(self, stack: AsyncExitStack) -> Any:
         import httpx2
@@ -182,7 +185,7 @@ class McpTools:
                 self._status = response.status_code
 
         http = httpx2.AsyncClient(
-            headers=expanded(self._server.headers),
+            headers=self._values(self._server.headers),
             timeout=httpx2.Timeout(CONNECT_S, read=READ_S),
             event_hooks={"response": [note]},
             trust_env=not is_loopback(httpx2.URL(url).host),  # a proxy cannot reach this machine

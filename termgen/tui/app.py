@@ -55,7 +55,7 @@ from termgen.tui.help import HelpScreen, HelpSection
 from termgen.tui.keys.alt_keys import drop_letter, let_alt_keys_through
 from termgen.tui.keys.keymap import KeyedApp, Keymap, key_names, read_keymap
 from termgen.tui.loading import LoadingScreen, StartupProgress
-from termgen.tui.models import ModelScreen, ModelShelf, Switch
+from termgen.tui.models import ModelScreen
 from termgen.tui.paint.canvas_screen import CanvasScreen
 from termgen.tui.paint.palette import ROLES, VARIABLE_PREFIX, Palette, has_few_colours
 from termgen.tui.paint.sanitize import clean, clean_line
@@ -63,6 +63,7 @@ from termgen.tui.silent import SilentScreen
 from termgen.tui.themes import theme_files as themes
 from termgen.tui.themes.theme_chooser import ThemeChooser
 from termgen.tui.themes.theme_files import ThemeError, load_all, theme_files
+from termgen.vocabulary.model_shelf import ModelShelf, Switch
 
 MOST_QUEUED = 20
 """Writes. A start and an end take ten or so at once, and a frame two or three."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from rich.text import Text
 from textual import events, on, work
@@ -16,7 +14,6 @@ from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 from textual.worker import Worker
 
-from termgen.client import EngineClient
 from termgen.errors import TermgenError
 from termgen.tui.keys.keymap import brief_key_of
 from termgen.tui.loading import POLL_S, StartupProgress, phase_row
@@ -24,9 +21,7 @@ from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.palette import Palette
 from termgen.tui.paint.sanitize import clean, clean_line
 from termgen.tui.paint.spans import Row, Span, fit, row_width, wrap
-
-Report = Callable[[str, float], None]
-"""Called with the present phase and its progress, from any thread."""
+from termgen.vocabulary.model_shelf import ModelChoice, ModelShelf, Switch
 
 NAME_WIDTH = 24
 DETAIL_WIDTH = 12
@@ -36,55 +31,6 @@ TITLE = "models"
 AROUND_ROWS = 10
 """Rows beside the list: the filter, its message, the frame, and a margin."""
 MAX_FILTER_CHARS = 80
-
-
-@dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """One line of the list."""
-
-    name: str
-    """A name of the catalog, a hub id, a path, or a server's name for it."""
-    detail: str = ""
-    """Source, or path, of the model."""
-    size_bytes: int | None = None
-    """Bytes on disk, or to be fetched."""
-    is_here: bool = True
-    """True if the model is on this machine."""
-    is_current: bool = False
-    needs_bytes: int | None = None
-    """About how much memory its weights take; None: not known."""
-    fits: bool | None = None
-    held_as: str = ""
-    """Type of the weights in memory, `int8`: it may differ from that of the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """How a change of models has ended: who answers now, and why it is not the one asked for."""
-
-    client: EngineClient
-    failure: str | None = None
-
-
-class ModelShelf(Protocol):
-    """Source of the models to choose from. Every method may raise `TermgenError`."""
-
-    async def choices(self) -> list[ModelChoice]: ...
-
-    async def look_up(self, name: str) -> ModelChoice:
-        """One by its name, listed or not."""
-        ...
-
-    async def fetch(self, name: str, report: Report) -> None:
-        """Bring it to this machine; cancelling stops that, and leaves nothing half done."""
-        ...
-
-    async def switch(self, name: str, report: Report) -> Switch:
-        """End the present engine and start this model; should that fail, the former one again.
-
-        An error means that there is no engine any more.
-        """
-        ...
 
 
 def choice_row(choice: ModelChoice, width: int) -> Row:

@@ -26,8 +26,8 @@ from termgen.errors import (
 from termgen.library import catalog
 from termgen.library.fetch import Progress
 from termgen.library.local_models import find_others
-from termgen.tui.models import ModelChoice
 from termgen.vocabulary.memory_ledger import GIB
+from termgen.vocabulary.model_shelf import ModelChoice
 from termgen.vocabulary.sampling_params import SamplingParams
 
 

@@ -58,6 +58,12 @@ def variables() -> str:
 
 
 @server.tool()
+def place(name: str) -> str:
+    """The working folder, and the value of a variable."""
+    return f"{os.getcwd()} {os.environ.get(name)}"
+
+
+@server.tool()
 def fork() -> str:
     """Leave a process behind; returns its id."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

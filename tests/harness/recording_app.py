@@ -35,9 +35,10 @@ from termgen.tui.chat.token_lens import LensScreen
 from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.help import HelpScreen
-from termgen.tui.models import ModelChoice, ModelScreen
+from termgen.tui.models import ModelScreen
 from termgen.tui.silent import SilentScreen
 from termgen.tui.themes.theme_chooser import ThemeChooser
+from termgen.vocabulary.model_shelf import ModelChoice
 from termgen.vocabulary.sampling_params import SamplingParams
 
 SETTLE_S = 0.03

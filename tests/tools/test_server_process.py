@@ -365,3 +365,20 @@ async def test_standard_error_does_not_reach_the_screen(capfd: pytest.CaptureFix
         with pytest.raises(ToolError):
             await call(tools, "crash", code=1)
     assert capfd.readouterr() == ("", "")
+
+
+async def test_a_folder_and_texts_that_are_literal(tmp_path: Path) -> None:
+    server = McpServer(
+        name="s",
+        command=GOOD,
+        env={"WORD": "${NOT_SET_ANYWHERE}"},
+        protocol="legacy",
+        is_literal=True,
+        folder=tmp_path,
+    )
+    tools = McpTools(server)
+    try:
+        await tools.start()
+        assert await call(tools, "place", name="WORD") == f"{tmp_path} ${{NOT_SET_ANYWHERE}}"
+    finally:
+        await tools.close()

@@ -25,9 +25,10 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.errors import DownloadError, EngineError, TermgenError
-from termgen.tui.models import ModelChoice, ModelScreen, Report, Switch, caution, choice_row
+from termgen.tui.models import ModelScreen, caution, choice_row
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.spans import row_text, row_width
+from termgen.vocabulary.model_shelf import ModelChoice, Report, Switch
 
 SMALL = ModelChoice("smollm2-135m", "org/small", 10**8, is_current=True, needs_bytes=6 * 10**8)
 OTHER = ModelChoice("other", "/models/other.gguf", 2 * 10**9, needs_bytes=10**9, fits=True)

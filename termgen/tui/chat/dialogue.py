@@ -19,7 +19,7 @@ from textual.worker import Worker
 
 from termgen.client import ChatPrompt
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
-from termgen.tools.calls import CUT_WORDS, MAX_ROUNDS, CallState, ToolCall, run_rounds
+from termgen.tools.calls import MAX_ROUNDS, ToolCall, run_rounds
 from termgen.tools.request import ToolRequest
 from termgen.tools.text import result_chars
 from termgen.tools.toolbox import Toolbox
@@ -195,14 +195,10 @@ class Dialogue:
 
         async def ask(offers: bool) -> Sequence[ToolCall]:
             await self._ask_once(turn, entry, params, offers=offers)
-            if turn.calls and turn.stats.finish_reason is not FinishReason.STOP:
-                for call in turn.calls:
-                    call.end(CallState.FAILED, CUT_WORDS)
-            if not turn.calls or turn.calls[0].state.is_over:
-                return ()
-            calls = turn.end_round()
-            entry.end_round()
-            self._calls_changed()
+            calls = turn.calls_to_run()
+            if calls:
+                entry.end_round()
+                self._calls_changed()
             return calls
 
         if not await run_rounds(ask, self.tool_turns.run):

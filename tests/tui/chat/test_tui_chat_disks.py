@@ -218,3 +218,17 @@ async def test_a_bug_in_a_write_ends_the_saving_and_nothing_else(tmp_path: Path)
         assert told.messages == ["chats are not saved any more: ZeroDivisionError: ours"]
         with pytest.raises(ChatStoreError, match="closed"):
             await store.read(lambda database: database.sessions())
+
+
+async def test_a_bug_in_a_read_is_an_error_of_that_read(tmp_path: Path) -> None:
+    told = Told()
+    store = ChatStore(tmp_path / "chats.sqlite3")
+    async with running(store, told) as autosave:
+        with pytest.raises(ChatStoreError, match="cannot be read: UnicodeEncodeError"):
+            await store.read(lambda database: database.find("\ud800"))
+        talk = talk_of("still here")
+        autosave.save_all(talk, PARAMS)
+        found = await store.read(lambda database: database.find(talk.session_id))
+        assert found is not None and found[0].title == "still here"
+        assert await store.read(lambda database: database.find("unknown")) is None
+    assert told.messages == []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from termgen.errors import ChatStoreError
-from termgen.tui.chat.saved.chat_records import R, SessionRecord, TurnRecord, record_of
+from termgen.tui.chat.saved.chat_records import FOLDER, R, SessionRecord, TurnRecord, record_of
 
 APPLICATION_ID = 0x7467_6368
 """Marks the file as ours."""
@@ -76,6 +76,8 @@ class SessionSummary:
     """A piece of the text around the first word that was searched for."""
     number: int = 0
     """Tells chats of one title apart, counted from the oldest; 0: there is no other."""
+    folder: str = ""
+    """The folder that it was begun in; empty where it has none."""
 
     @property
     def name(self) -> str:
@@ -341,6 +343,13 @@ class ChatDatabase:
         ).fetchall()
         return [str(question) for (question,) in reversed(rows)]
 
+    def find(self, session_id: str) -> tuple[SessionRecord, list[TurnRecord]] | None:
+        """What `load` returns; None where there is no such chat, or it has been deleted."""
+        there = self._connection.execute(
+            "SELECT 1 FROM sessions WHERE session_id = ? AND deleted_s IS NULL", (session_id,)
+        )
+        return self.load(session_id) if there.fetchone() is not None else None
+
     def load(self, session_id: str) -> tuple[SessionRecord, list[TurnRecord]]:
         row = self._connection.execute(
             f"SELECT {', '.join(SESSION_COLUMNS)} FROM sessions"
@@ -362,19 +371,20 @@ class ChatDatabase:
         given = words.split()
         found = self._search(given) if given else {}
         rows = self._connection.execute(
-            "SELECT s.session_id, s.title, s.updated_s, s.model_id, count(t.number)"
+            "SELECT s.session_id, s.title, s.updated_s, s.model_id, count(t.number), s.params"
             " FROM sessions s LEFT JOIN turns t USING (session_id) WHERE s.deleted_s IS NULL"
             " GROUP BY s.session_id ORDER BY s.updated_s DESC, s.rowid DESC"
         ).fetchall()
         summaries = []
         for row, number in zip(rows, numbers([row[1] for row in rows]), strict=True):
-            session_id, title, updated_s, model_id, num_turns = row
+            session_id, title, updated_s, model_id, num_turns, params = row
             in_title = all(word.casefold() in title.casefold() for word in given)
             if in_title or session_id in found:
                 excerpt = found.get(session_id, "")
                 summaries.append(
                     SessionSummary(
-                        session_id, title, updated_s, model_id, num_turns, excerpt, number
+                        *(session_id, title, updated_s, model_id, num_turns, excerpt, number),
+                        folder=_folder_of(params),
                     )
                 )
             if len(summaries) == MAX_LISTED:
@@ -411,6 +421,17 @@ def _checked(record_class: type[R], columns: Sequence[str], row: Sequence[Any], 
         return record_of(record_class, values, record_class.__name__)
     except (ValueError, TypeError, RecursionError, ChatStoreError) as error:
         raise ChatStoreError(f"this chat cannot be read: {error}") from None
+
+
+def _folder_of(params: str) -> str:
+    """The folder among a chat's parameters, if that can be read."""
+    if f'"{FOLDER}"' not in params:
+        return ""
+    try:
+        folder = json.loads(params).get(FOLDER)
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+    return folder if isinstance(folder, str) else ""
 
 
 def _escaped(word: str) -> str:

@@ -52,6 +52,9 @@ SET_BY_HAND = "set"
 LEFT_OUT = "left_out_turns"
 """Key in `SessionRecord.params`: the number of oldest turns that are not sent any more."""
 
+FOLDER = "folder"
+"""Key in `SessionRecord.params`: the folder of a chat that a client of the protocol has begun."""
+
 R = TypeVar("R", "SessionRecord", "TurnRecord")
 
 _TIMES = ("created_s", "updated_s", "asked_s")
@@ -113,6 +116,8 @@ def session_record(
         held[LEFT_OUT] = conversation.num_left_out
     now_s = time.time()
     turns = conversation.turns
+    if conversation.folder:
+        held[FOLDER] = conversation.folder
     return SessionRecord(
         session_id=conversation.session_id,
         title=conversation.title,
@@ -164,6 +169,8 @@ def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conv
     """The tree again. A turn whose parent is gone comes first; nothing is left out."""
     conversation = Conversation(system_prompt=session.system_prompt, session_id=session.session_id)
     conversation.title = session.title
+    folder = session.params.get(FOLDER)
+    conversation.folder = folder if isinstance(folder, str) else ""
     left_out = session.params.get(LEFT_OUT)
     if type(left_out) is int and left_out >= 0:
         conversation.fits_itself, conversation.num_left_out = True, left_out

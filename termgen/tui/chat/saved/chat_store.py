@@ -291,6 +291,9 @@ class ChatStore:
                 database = self._replace(database, error)
             failure = ChatStoreError(f"the chats cannot be read: {error}")
             self._give(answer.set_exception, answer, failure)
+        except Exception as error:  # a bug of ours, or words that are no text: this read only
+            failure = ChatStoreError(f"the chats cannot be read: {type(error).__name__}: {error}")
+            self._give(answer.set_exception, answer, failure)
         else:
             self._give(answer.set_result, answer, found)
         return database

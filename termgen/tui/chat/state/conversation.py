@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from termgen.client import ChatPrompt, TokenDelta
 from termgen.config import UIConfig
-from termgen.tools.calls import ToolCall, take_pieces
+from termgen.tools.calls import CUT_WORDS, CallState, ToolCall, take_pieces
 from termgen.tools.text import LEAST_RESULT_CHARS, MAX_RESULT_CHARS
 from termgen.tui.chat.state.attachments import Attachment, with_files
 from termgen.tui.chat.state.thoughts import AnswerNews, Thought
@@ -191,6 +191,16 @@ class Turn:
         self.stats.end_round()
         return calls
 
+    def calls_to_run(self) -> Sequence[ToolCall]:
+        """The calls of the answer that was written last, which is a round then; none where it has
+        none, or was cut off in them."""
+        if self.calls and self.stats.finish_reason is not FinishReason.STOP:
+            for call in self.calls:
+                call.end(CallState.FAILED, CUT_WORDS)
+        if not self.calls or self.calls[0].state.is_over:
+            return ()
+        return self.end_round()
+
     def end(self, state: AnswerState) -> None:
         if self.calls:
             self.end_round()
@@ -221,6 +231,8 @@ class Conversation:
     def __init__(self, *, system_prompt: str | None = None, session_id: str | None = None) -> None:
         self.system_prompt = system_prompt
         self.session_id = session_id or uuid4().hex
+        self.folder = ""
+        """The folder that it was begun in, where a client has named one."""
         self.title = ""
         """Taken from the first question until the chat is renamed."""
         self.fits_itself = False
