@@ -67,7 +67,7 @@ def test_decodes_read_the_weights_and_what_is_cached() -> None:
 
 
 def test_a_memory_that_is_busy() -> None:
-    """Of a mixture a step reads the experts that its tokens go to."""
+    """The experts of a mixture count as far as tokens go to them."""
     reads = WeightReads(
         always_bytes=2 * GIB, experts_bytes=13 * GIB, experts_share=1 / 16, bytes_per_s=700e9
     )
