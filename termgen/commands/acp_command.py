@@ -88,7 +88,7 @@ async def _serve(
     import signal
 
     from termgen.agent.agent import TermgenAgent, serve
-    from termgen.commands.chat_tools import make_toolbox
+    from termgen.tools.configured import make_toolbox
     from termgen.tui.chat.saved.chat_store import ChatStore, store_path
 
     def toolbox_of(servers: tuple[McpServer, ...], folder: Path) -> Any:

@@ -152,6 +152,16 @@ def _add_chat_flags(chat: argparse.ArgumentParser) -> None:
         help="chat in lines of plain text, without a screen, colours or cursor movements: for "
         "screen readers and terminals that cannot draw (chosen by itself if TERM is dumb)",
     )
+    chat.add_argument(
+        "--web",
+        action="store_true",
+        help="chat in a browser of this machine: print the address of a page that only its holder "
+        "can open",
+    )
+    chat.add_argument(
+        "--web-port", type=int, metavar="PORT", help="port of that page (default: 8001; 0: any)"
+    )
+    chat.add_argument("--open", action="store_true", help="open that page in the browser")
     add_server_flags(chat, "chat with")
 
 

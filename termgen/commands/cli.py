@@ -130,7 +130,7 @@ def _layers(args: argparse.Namespace) -> SettingLayers:
 def chat_command(args: argparse.Namespace) -> int:
     layers = _layers(args)
     # a single user leaves idle moments for the captures, and waits for the start
-    plain = args.plain or (not args.inline and _is_dumb_terminal())
+    plain = args.plain or (not (args.inline or args.web) and _is_dumb_terminal())
     is_screen = not (args.inline or plain)
     config = layers.resolve(EngineConfig, capture_in_background=is_screen)
     ui = layers.resolve(UIConfig)
@@ -140,6 +140,11 @@ def chat_command(args: argparse.Namespace) -> int:
         raise ConfigError("--wait needs --url: it waits for a server", param="wait")
     if args.inline and args.plain:
         raise ConfigError("--inline and --plain exclude each other", param="plain")
+    if args.web:
+        return _web_chat(args, layers, config, ui)
+    for name in ("web_port", "open"):
+        if getattr(args, name):
+            raise ConfigError(f"--{name.replace('_', '-')} needs --web", param=name)
     if args.inline:
         return _inline_chat(args, layers, config, ui)
     if args.question is not None:
@@ -152,7 +157,7 @@ def chat_command(args: argparse.Namespace) -> int:
         "use `termgen generate` for scripts and pipes, --inline for one question, or --plain for a "
         "chat in lines",
     )
-    from termgen.commands.chat_tools import make_toolbox
+    from termgen.tools.configured import make_toolbox
 
     wanted = "" if args.continue_last else args.session
     toolbox = make_toolbox(ui, layers.mcp_servers)
@@ -166,6 +171,26 @@ def chat_command(args: argparse.Namespace) -> int:
 
     share_lock_quickly()
     return run_chat(config, ui, toolbox, session=wanted, given=given)
+
+
+def _web_chat(
+    args: argparse.Namespace, layers: SettingLayers, config: EngineConfig, ui: UIConfig
+) -> int:
+    from termgen.commands.web_command import run_web
+
+    if args.inline or args.plain or args.question is not None:
+        raise ConfigError(
+            "--web shows a screen in a browser: leave --inline, --plain and the question out",
+            param="web",
+        )
+    if args.web_port is not None and not 0 <= args.web_port <= 65535:
+        raise ConfigError("--web-port must be a port: 0 to 65535", param="web_port")
+    target = None
+    if args.url is not None:
+        from termgen.commands.remote_command import read_target
+
+        target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
+    return run_web(args, config, ui, target)
 
 
 def _inline_chat(

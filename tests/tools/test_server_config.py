@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from termgen.commands.chat_tools import make_toolbox
 from termgen.commands.settings import SettingLayers
 from termgen.config import UIConfig
 from termgen.errors import ConfigError
+from termgen.tools.configured import make_toolbox
 from termgen.tools.server_config import McpServer, expanded
 
 
