@@ -415,7 +415,7 @@ class ChatScreen(ThemedScreen):
 
     def action_fit(self) -> None:
         """Leave out the oldest turns, and send the message that did not fit again."""
-        self.dialogue.fit("")
+        self.dialogue.fitting.fit("")
         if self.prompt.text.strip() and not self.is_streaming:
             self.prompt.action_submit()
 
@@ -526,7 +526,7 @@ class ChatScreen(ThemedScreen):
             "schema": partial(self.settings.set_form, "schema"),
             "regex": partial(self.settings.set_form, "regex"),
             "choice": partial(self.settings.set_form, "choice"),
-            "fit": self.dialogue.fit,
+            "fit": self.dialogue.fitting.fit,
             "retry": alone(self.dialogue.regenerate),
             "edit": alone(self.dialogue.edit),
             "find": self.dialogue.find,
