@@ -30,6 +30,7 @@ from termgen.tui.chat.saved.chat_records import restored_params
 from termgen.tui.chat.state.answer_branch import Branch, branch_at, read_branch
 from termgen.tui.chat.state.answer_tokens import AnswerTokens, score_text, score_written
 from termgen.tui.chat.state.attachments import Attachment
+from termgen.tui.chat.state.context_policy import ContextPolicy
 from termgen.tui.chat.state.conversation import AnswerState, Conversation, Turn, title_of
 from termgen.tui.chat.state.thoughts import AnswerNews
 from termgen.tui.chat.state.token_scores import TokenScores
@@ -99,9 +100,13 @@ class Dialogue:
             view,
             settings,
             files,
+            autosave,
             conversation=lambda: self.conversation,
-            say_above=self._say_above,
+            put_above=self._put_above,
             save=self.save_settings,
+            tools_of=lambda: self.tool_turns.shower(self.conversation, settings.client.model),
+            offered=lambda: self.tool_turns.offerer(self.conversation, settings.client.model),
+            on_compacted=self._compacted,
         )
 
     def start(self) -> None:
@@ -111,7 +116,8 @@ class Dialogue:
 
     @property
     def is_streaming(self) -> bool:
-        return self._streaming is not None
+        """True while the model writes: an answer, or the summary of `/compact`."""
+        return self._streaming is not None or self.fitting.is_compacting
 
     def say_streaming(self) -> None:
         """Say that an answer must end first."""
@@ -259,9 +265,17 @@ class Dialogue:
 
     def _say_above(self, turn: Turn, text: str) -> None:
         """Add a notice before a shown turn."""
+        self._put_above(turn, NoticeEntry(text))
+
+    def _put_above(self, turn: Turn | None, notice: NoticeEntry) -> None:
+        """Add a notice before a shown turn; None: at the end."""
         entries = list(self._view.transcript.entries)
-        entries.insert(entries.index(self._entries[turn][0]), NoticeEntry(text))
+        at = len(entries) if turn is None else entries.index(self._entries[turn][0])
+        entries.insert(at, notice)
         self._view.transcript.set_entries(entries)
+
+    def _compacted(self, is_stopped: bool) -> None:
+        self._on_ended(AnswerState.STOPPED if is_stopped else AnswerState.DONE)
 
     # -- settings of the chat --------------------------------------------------------------
 
@@ -276,6 +290,8 @@ class Dialogue:
         """Take settings from the command line, which override those of a resumed chat."""
         if "system_prompt" in given:
             self.conversation.system_prompt = given["system_prompt"]
+        if "context_policy" in given:
+            self.conversation.policy = ContextPolicy(given["context_policy"])
         self._settings.params = restored_params(given, self._settings.params)
 
     # -- the end of an answer --------------------------------------------------------------
@@ -292,6 +308,7 @@ class Dialogue:
         self._flush_while(False)
         self._view.status.repaint()
         self._view.screen.refresh_bindings()
+        self.fitting.count()
         self._on_ended(state)
 
     def _fail(self, turn: Turn, error: TermgenError) -> None:
@@ -303,7 +320,7 @@ class Dialogue:
         text = str(error)
         if isinstance(error, ContextLengthError):
             hint = f"{hint} {self.fitting.remedies()}".strip()
-            text = self.fitting.refusal()
+            text = self.fitting.refusal(error)
         elif not self._settings.client.is_healthy:
             leave = f"leave with {self._view.key('app.quit')} and start again"
             hint = f"{hint} The engine has stopped: {leave}.".strip()
@@ -349,13 +366,22 @@ class Dialogue:
         self._next_flush_s = started + spent / FLUSH_SHARE if spent > 0.02 else 0.0
 
     def stop_answer(self) -> None:
-        """Stop the answer; its text so far is kept."""
+        """Stop the answer, whose text so far is kept, or the summary of `/compact`."""
+        self.fitting.stop_compacting()
         turn, worker = self._streaming, self._worker
         if turn is None:
             return
         if worker is not None:
             worker.cancel()  # closes the stream, which aborts the request
         self._finish(turn, AnswerState.STOPPED)
+
+    def stop_by_hand(self) -> None:
+        """Stop what the model writes. A question that waited for a summary comes back."""
+        turn, is_early = self._streaming, self.fitting.is_summarising
+        self.stop_answer()
+        if turn is not None and is_early and turn.is_bare:
+            back = self._take_back(turn)
+            self._view.note("The summary was stopped, and nothing was sent.", hint=back)
 
     def show(self, conversation: Conversation) -> None:
         """Show another conversation. A streaming answer stops, and editing ends."""
@@ -365,6 +391,8 @@ class Dialogue:
         self._entries.clear()
         self._view.transcript.clear()
         self.show_path()
+        self.fitting.say_cut()
+        self.fitting.count()
         self._view.transcript.to_end()
 
     def show_path(self) -> None:

@@ -1,28 +1,59 @@
-"""A chat whose context is full: what is sent of it, the lines that say so, and `/fit`.
+"""A chat whose context is full: the lines that say what is no longer sent, `/fit` and `/compact`.
 
 `Dialogue` streams every answer through it. What is left out is decided without a screen, in
-`state.full_context`.
+`state.full_context`; this asks for it, shows it, saves it, and has the model write summaries.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from functools import partial
+from itertools import count
 
-from termgen.client import ChatPrompt
-from termgen.errors import ContextLengthError
+from textual.worker import Worker
+
+from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
 from termgen.tools.request import ToolRequest
 from termgen.tui.chat.asking import QuestionFiles, Settings
+from termgen.tui.chat.context_panel import ContextPanel
+from termgen.tui.chat.saved.autosave import Autosave
+from termgen.tui.chat.state.context_meter import Meter, MeterReader
+from termgen.tui.chat.state.context_policy import ContextPolicy, Cut, cut_words, turns_words
 from termgen.tui.chat.state.conversation import Conversation, Turn
-from termgen.tui.chat.state.full_context import least_that_fits
+from termgen.tui.chat.state.full_context import (
+    Change,
+    FullContext,
+    MessageTooLong,
+    WithTools,
+    cut_holder,
+    make_room,
+    unchanged,
+)
+from termgen.tui.chat.state.summary import Draft, SummaryWish, read_draft
 from termgen.tui.chat.state.thoughts import AnswerNews, read_answer
 from termgen.tui.chat.view import ChatView
+from termgen.tui.chat.widgets.entries import NoticeEntry
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
-ANSWER_TOKENS = 512
-"""Tokens kept free for an answer of no given length, in a context that large."""
+SHOW_S = 0.1
+"""Shortest time between two drawings of a summary that is written."""
+FIT_WORDS = {
+    "": ContextPolicy.DROP,
+    "drop": ContextPolicy.DROP,
+    "ends": ContextPolicy.ENDS,
+    "summarise": ContextPolicy.SUMMARISE,
+}
+"""Arguments of `/fit` and what they choose."""
+CHOSEN_WORDS = {
+    ContextPolicy.ASK: "A full context is said to be full, and nothing is left out.",
+    ContextPolicy.DROP: "In a full context the oldest turns are not sent.",
+    ContextPolicy.ENDS: "In a full context the first turn and the last ones are sent.",
+    ContextPolicy.SUMMARISE: "In a full context the model's summary stands for older turns.",
+}
 
 
 class Fitting:
@@ -31,19 +62,42 @@ class Fitting:
         view: ChatView,
         settings: Settings,
         files: QuestionFiles,
+        autosave: Autosave,
         *,
         conversation: Callable[[], Conversation],
-        say_above: Callable[[Turn, str], None],
+        put_above: Callable[[Turn | None, NoticeEntry], None],
         save: Callable[[], None],
+        tools_of: Callable[[], WithTools],
+        offered: Callable[[], WithTools],
+        on_compacted: Callable[[bool], None],
     ) -> None:
-        """conversation: the one on the screen. say_above: shows a notice above a turn. save: saves
-        the settings of the chat."""
+        """conversation: the one on the screen. put_above: adds a notice above a turn, or at the
+        end. save: saves the settings of the chat. tools_of: puts the calls of the chat into a
+        prompt that offers no tools. offered: puts in the tools, too. on_compacted: called when
+        `/compact` has ended, with whether it was stopped."""
         self._view = view
         self._settings = settings
         self._files = files
+        self._autosave = autosave
         self._conversation = conversation
-        self._say_above = say_above
+        self._put_above = put_above
         self._save = save
+        self._tools_of = tools_of
+        self._offered = offered
+        self._on_compacted = on_compacted
+        self._tried: Turn | None = None
+        """The question before which a summary was tried last: once for each."""
+        self._compacting: Worker[None] | None = None
+        self._reader = MeterReader()
+        self.meter: Meter | None = None
+        """What the context held when it was counted last."""
+        self._request_ids = (f"summary-{number}" for number in count(1))
+        self.is_summarising = False
+        """The model writes a summary, before an answer or for `/compact`."""
+
+    @property
+    def is_compacting(self) -> bool:
+        return self._compacting is not None
 
     async def answer(
         self,
@@ -55,90 +109,227 @@ class Fitting:
         tools: ToolRequest | None,
     ) -> AsyncGenerator[AnswerNews, None]:
         """Stream the answer to the path. A request too long for the context is sent again: first
-        without `max_tokens`, so that the answer has the rest of the context, then, if the user
-        wants that, without the oldest turns."""
-        entries = self._view.transcript.entries
-        left_out, too_many = chat.num_left_out, 0
+        without `max_tokens`, so that the answer has the rest of the context, then, if that is the
+        chat's policy, without some of the older turns."""
+        entries, too_many = self._view.transcript.entries, 0
+        holder = cut_holder(chat.turns) if len(chat.turns) > 1 else turn
+        held = holder.cut
+        shown = unchanged if tools is None else tools.prompt
+        room = partial(self._make_room, chat, turn, params.max_tokens, shown)
+        try:
+            await room(refused=False)
+            while True:
+                answer = read_answer(
+                    self._settings.client,
+                    shown(chat.prompt()),
+                    params,
+                    request_id=request_id,
+                    tools=tools,
+                )
+                try:
+                    async with contextlib.aclosing(answer) as stream:
+                        async for news in stream:
+                            if too_many:
+                                words = f"max_tokens {too_many} is more than the context leaves"
+                                self._say(turn, f"{words}; the answer may take what is left.")
+                                too_many = 0
+                            yield news
+                    return
+                except ContextLengthError:
+                    if turn.is_waiting and params.max_tokens is not None:
+                        too_many = params.max_tokens
+                        params = replace(params, max_tokens=None)
+                    elif not turn.is_waiting or not await room(refused=True):
+                        raise
+        except ContextLengthError:
+            if turn.is_waiting:  # it did not help
+                self._hold(chat, holder, held)
+                self._view.transcript.set_entries(entries)
+            raise
 
-        def prompt(num_left_out: int | None = None) -> ChatPrompt:
-            found = chat.prompt(num_left_out)
-            return found if tools is None else tools.prompt(found)
-
-        if chat.fits_itself and self._is_nearly_full(chat, turn, params):
-            await self._leave_out(chat, turn, params, prompt)
-        while True:
-            answer = read_answer(
-                self._settings.client, prompt(), params, request_id=request_id, tools=tools
-            )
-            try:
-                async with contextlib.aclosing(answer) as stream:
-                    async for news in stream:
-                        if too_many:
-                            words = f"max_tokens {too_many} is more than the context leaves"
-                            self._say_above(turn, f"{words}; the answer may take what is left.")
-                            too_many = 0
-                        yield news
-                return
-            except ContextLengthError:
-                if turn.is_waiting and params.max_tokens is not None:
-                    too_many = params.max_tokens
-                    params = replace(params, max_tokens=None)
-                elif not (turn.is_waiting and chat.fits_itself) or not await self._leave_out(
-                    chat, turn, params, prompt, refused=True
-                ):
-                    chat.num_left_out = left_out  # it did not help
-                    self._view.transcript.set_entries(entries)
-                    raise
-
-    def _room_wanted(self, params: SamplingParams) -> int:
-        """Tokens that an answer should have."""
-        return min(
-            self._settings.client.model.max_model_len // 4, params.max_tokens or ANSWER_TOKENS
-        )
-
-    def _is_nearly_full(self, chat: Conversation, turn: Turn, params: SamplingParams) -> bool:
-        """True if the path may be too long, so that its tokens are worth counting."""
-        before = turn.parent.stats.context_tokens if turn.parent is not None else 0
-        asked = sum(len(message["content"]) for message in turn.messages(chat.result_chars))
-        limit = self._settings.client.model.max_model_len
-        return bool(limit) and before + asked > limit - self._room_wanted(params)
-
-    async def _leave_out(
+    async def _make_room(
         self,
         chat: Conversation,
         turn: Turn,
-        params: SamplingParams,
-        prompt_of: Callable[[int], ChatPrompt],
+        max_tokens: int | None,
+        with_tools: WithTools,
         *,
-        refused: bool = False,
+        refused: bool,
     ) -> bool:
-        """Leave more of the oldest turns out, with a notice. False if there are no more."""
-        last = len(chat.turns) - 1
-        before = min(chat.num_left_out, last)
-        least = before + refused
-        if least > last:
+        """Leave more out, with a notice. False if there is nothing more, or it is not wanted."""
+        is_first_try, self._tried = self._tried is not turn, turn
+        change = await make_room(
+            self._settings.client,
+            chat,
+            max_tokens=max_tokens,
+            with_tools=with_tools,
+            with_calls=self._tools_of(),
+            write=partial(self._write, turn) if is_first_try else None,
+            refused=refused,
+        )
+        if change is None:
             return False
-        wanted = await self._num_to_leave_out(least, last, params, prompt_of)
-        if wanted is None:  # tokens cannot be counted here: try with a third less
-            wanted = min(last, max(least, before + (last - before + 2) // 3)) if refused else before
-        if wanted > before:
-            chat.num_left_out = wanted
-            self._save()
-            which = "Turn 1 is" if wanted == 1 else f"Turns 1-{wanted} are"
-            self._say_above(turn, f"{which} no longer sent: the context is full.")
-        return wanted > before
+        if change.fault:
+            self._say(
+                turn,
+                f"The model's summary is not used: {change.fault}.",
+                hint="From here on turns are left out without one; /compact tries again.",
+            )
+        if change.is_one:
+            self._autosave.changed(chat, cut_holder(chat.turns))
+            self._view.status.repaint()
+            self._say_change(turn, change)
+        return change.is_one
 
-    async def _num_to_leave_out(
-        self, least: int, last: int, params: SamplingParams, prompt_of: Callable[[int], ChatPrompt]
-    ) -> int | None:
-        """The least number of oldest turns to leave out so that an answer has room; None if the
-        engine cannot count tokens, or its context length is unknown."""
-        client = self._settings.client
-        limit = client.model.max_model_len
-        if not limit:
-            return None
-        room = limit - self._room_wanted(params)
-        return await least_that_fits(client, prompt_of, room, least, last)
+    def _hold(self, chat: Conversation, holder: Turn, cut: Cut | None) -> None:
+        if holder.cut != cut:
+            holder.cut = cut
+            self._autosave.changed(chat, holder)
+            self._view.status.repaint()
+
+    def _say(self, turn: Turn | None, text: str, *, hint: str = "") -> None:
+        self._put_above(turn, NoticeEntry(text, hint=hint))
+
+    def _say_change(self, turn: Turn | None, change: Change) -> None:
+        before, after = change.before, change.after
+        if after.pruned > before.pruned:
+            which = turns_words(1, after.pruned)
+            self._say(turn, f"Results of tools in {which} are sent shortened: the context is full.")
+        if replace(before, pruned=0) != replace(after, pruned=0):
+            text, hint = _cut_notice(after, is_new=after.summary != before.summary)
+            self._say(turn, text, hint=hint)
+
+    def say_cut(self) -> None:
+        """Say of a chat that is opened what of it is not sent."""
+        chat = self._conversation()
+        cut = chat.cut
+        if cut.num_left_out and cut.upto < len(chat.turns):
+            text, hint = _cut_notice(cut, is_new=cut.summary is not None)
+            self._say(chat.turns[cut.upto], text, hint=hint)
+
+    # -- summaries -------------------------------------------------------------------------
+
+    async def _write(self, turn: Turn | None, wish: SummaryWish) -> Draft:
+        """Have the model write a summary, with a notice that shows it as it grows."""
+        entry = NoticeEntry("")
+        self._put_above(turn, entry)
+        shown_s = 0.0
+        which, stop = turns_words(wish.first, wish.last), self._view.key("chat.stop")
+
+        def show(text: str, num_tokens: int) -> None:
+            nonlocal shown_s
+            now_s = time.perf_counter()
+            if num_tokens and now_s - shown_s < SHOW_S:
+                return
+            shown_s = now_s if num_tokens else 0.0
+            words = f"The model summarises {which}: {num_tokens:,} tokens. {stop} stops it."
+            entry.show(words, hint=text)
+            self._view.transcript.update(entry)
+
+        self.is_summarising = True
+        try:
+            show("", 0)
+            return await read_draft(
+                self._settings.client,
+                wish,
+                self._settings.sent()[0],
+                request_id=next(self._request_ids),
+                show=show,
+            )
+        finally:
+            self.is_summarising = False
+            left = [one for one in self._view.transcript.entries if one is not entry]
+            self._view.transcript.set_entries(left)
+
+    def compact(self, focus: str) -> None:
+        """`/compact [FOCUS]`: have the older turns summarised now."""
+        chat = self._conversation()
+        if len(chat.turns) < 2:
+            self._view.notify("there is nothing to summarise yet")
+            return
+        chat.is_summary_off = False
+        self._compacting = self._view.start_worker("compact", self._compact, chat, focus)
+        self._view.screen.refresh_bindings()
+
+    async def _compact(self, chat: Conversation, focus: str) -> None:
+        holder = cut_holder(chat.turns, is_asked=False)
+        context = FullContext(
+            self._settings.client,
+            chat,
+            max_tokens=self._settings.params.max_tokens,
+            with_tools=self._tools_of(),
+            with_calls=self._tools_of(),
+            is_asked=False,
+        )
+        try:
+            change = await context.compact(partial(self._write, None), focus)
+        except (RequestError, EngineError) as error:
+            change = Change(context.before, context.before, str(error))
+        if self._conversation() is chat:
+            if change.is_one:
+                self._hold(chat, holder, change.after)
+                self._say_change(None, change)
+            else:
+                hint = "Everything is sent as before."
+                self._view.note(f"There is no summary: {change.fault}.", hint=hint)
+        self._end_compacting(is_stopped=False)
+
+    def stop_compacting(self) -> None:
+        """Give `/compact` up; everything is sent as before."""
+        if self._compacting is not None:
+            self._compacting.cancel()
+            self._view.note("The summary was stopped; everything is sent as before.")
+            self._end_compacting(is_stopped=True)
+
+    def _end_compacting(self, *, is_stopped: bool) -> None:
+        self._compacting = None
+        self.count()
+        self._view.screen.refresh_bindings()
+        self._view.status.repaint()
+        self._on_compacted(is_stopped)
+
+    # -- the meter -------------------------------------------------------------------------
+
+    def count(self) -> None:
+        """Count anew what the context holds, for the status line."""
+        self._view.start_worker("meter", self._count, exclusive=True)
+
+    async def _count(self) -> None:
+        chat = self._conversation()
+        try:
+            meter = await self._read_meter()
+        except TermgenError:  # a dead engine: the chat says so
+            return
+        if self._conversation() is chat:
+            self.meter = meter if chat.turns else None
+            self._view.status.repaint()
+
+    async def _read_meter(self) -> Meter:
+        return await self._reader.read(
+            self._settings.client,
+            self._conversation(),
+            max_tokens=self._settings.params.max_tokens,
+            with_tools=self._offered(),
+            with_calls=self._tools_of(),
+        )
+
+    def forget_counts(self) -> None:
+        """Another model answers, which has other tokens."""
+        self._reader.clear()
+        self._conversation().is_summary_off = False
+        self.count()
+
+    def open_panel(self) -> None:
+        """`/context`: show what the context holds, and choose what is done when it is full."""
+        chat = self._conversation()
+
+        def use(policy: ContextPolicy | None) -> None:
+            if policy is not None and self._conversation() is chat and policy is not chat.policy:
+                self.set_policy(policy)
+
+        self._view.screen.app.push_screen(ContextPanel(self._read_meter, chat.policy), use)
+
+    # -- words and commands ----------------------------------------------------------------
 
     def say_if_full(self, turn: Turn) -> None:
         """Add a notice if the answer ended because the context is full."""
@@ -152,10 +343,12 @@ class Fitting:
         most = f": the model reads {limit:,} tokens at most" if limit else ""
         return f"The context is full{most}."
 
-    def refusal(self) -> str:
+    def refusal(self, error: TermgenError) -> str:
         """Why a question was refused that was taken back already."""
+        if isinstance(error, MessageTooLong):
+            return f"This message is too long. {error}"
         chat, text = self._conversation(), self._full_words()
-        too_long = not chat.turns or chat.fits_itself
+        too_long = not chat.turns or chat.policy is not ContextPolicy.ASK
         return f"This message is too long. {text}" if too_long else text
 
     def remedies(self) -> str:
@@ -163,25 +356,44 @@ class Fitting:
         chat = self._conversation()
         fit, new = self._view.key("chat.fit"), self._view.key("chat.new")
         remedies = [f"{new} begins a new chat"]
-        if chat.turns and not chat.fits_itself:
+        if chat.turns and chat.policy is ContextPolicy.ASK:
             remedies.insert(0, f"{fit} goes on without the oldest turns, which stay on the screen")
         if self._files.attached:
             remedies.append("/attach off leaves the files out")
         return "; ".join(remedies) + "."
 
     def fit(self, argument: str) -> None:
-        """`/fit`: leave out the oldest turns of a full context; `/fit off`: send all again."""
+        """`/fit`: choose what is left out of a full context; `/fit off`: send all again."""
+        if argument == "off":
+            self.set_policy(ContextPolicy.ASK)
+        elif argument in FIT_WORDS:
+            self.set_policy(FIT_WORDS[argument])
+        else:
+            self._view.refuse(
+                "/fit goes on without the oldest turns, /fit ends keeps the first one too, /fit "
+                "summarise has them summarised, /fit off sends all of them"
+            )
+
+    def set_policy(self, policy: ContextPolicy) -> None:
+        """Choose what is done from now on. To ask is to send everything again."""
         chat = self._conversation()
-        if argument not in ("", "off"):
-            self._view.refuse("/fit goes on without the oldest turns, /fit off sends all of them")
-            return
-        chat.fits_itself = not argument
-        if argument:
-            chat.num_left_out = 0
+        chat.policy, chat.is_summary_off = policy, False
+        if policy is ContextPolicy.ASK:
+            for turn in chat.send_all_again():
+                self._autosave.changed(chat, turn)
             self._view.note("Every turn is sent again.")
         else:
-            self._view.note(
-                "In a full context the oldest turns are not sent. `/fit off` ends that."
-            )
+            self._view.note(f"{CHOSEN_WORDS[policy]} `/fit off` ends that.")
         self._save()
-        self._view.status.repaint()
+        self.count()
+
+
+def _cut_notice(cut: Cut, *, is_new: bool) -> tuple[str, str]:
+    """The notice about turns that are left out, and the summary, where that is to be shown."""
+    text = f"{cut_words(cut)}: the context is full."
+    if cut.summary is None:
+        return text, ""
+    which = turns_words(cut.summary.first, cut.summary.last)
+    if not is_new:
+        return f"{text} The summary of {which} still is sent.", ""
+    return f"{text} The model's summary of {which} is sent instead:", cut.summary.text
