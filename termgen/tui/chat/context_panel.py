@@ -15,7 +15,7 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from termgen.errors import TermgenError
-from termgen.tui.chat.state.context_meter import Meter
+from termgen.tui.chat.state.context_meter import Meter, meter_words
 from termgen.tui.chat.state.context_policy import POLICY_WORDS, ContextPolicy
 from termgen.tui.keys.keymap import brief_key_of
 from termgen.tui.paint.canvas import Canvas
@@ -93,56 +93,18 @@ class ContextPanel(ModalScreen[ContextPolicy | None]):
 
 def meter_rows(meter: Meter, width: int) -> list[Row]:
     """Each part of the context with its tokens and its share, and what leaving turns out costs."""
-    parts = [
-        ("system prompt", meter.system, "accent"),
-        ("summary", meter.summary, "accent"),
-        ("tools", meter.tools, "accent"),
-        ("files", meter.files, "accent"),
-        ("history", meter.history, "accent"),
-        ("free", meter.free, "good"),
-    ]
-    rows = [
-        _part(name, tokens, meter.limit, role, width)
-        for name, tokens, role in parts
-        if tokens or name not in ("summary", "tools")
-    ]
-    if not meter.limit:
-        rows[-1] = (("The server does not say how much its model reads.", "muted"),)
-    return [*rows, (), *(row for line in _lines(meter) for row in wrap([(line, "muted")], width))]
+    rows = [_part(name, tokens, meter.limit, width) for name, tokens in meter.parts]
+    words = (row for line in meter_words(meter) for row in wrap([(line, "muted")], width))
+    return [*rows, (), *words]
 
 
-def _part(name: str, tokens: int, limit: int, role: str, width: int) -> Row:
+def _part(name: str, tokens: int, limit: int, width: int) -> Row:
     row: Row = ((name.ljust(NAME_WIDTH), "muted"), (f"{tokens:,}".rjust(COUNT_WIDTH), "text"))
     room = min(BAR_WIDTH, width - NAME_WIDTH - COUNT_WIDTH - 2)
     if not limit or room < 4:
         return row
+    role = "good" if name == "free" else "accent"
     return (*row, ("  ", "text"), *bar(tokens / limit, room, role=role))
-
-
-def _lines(meter: Meter) -> list[str]:
-    lines = []
-    about = "" if meter.is_exact else "about "
-    if meter.limit:
-        lines.append(
-            f"The model reads {meter.limit:,} tokens, {about}{meter.total:,} are taken. When turns "
-            f"are left out, {meter.answer:,} are kept free for the answer."
-        )
-    if not meter.is_exact:
-        lines.append("The server counts no tokens: parts are estimates.")
-    lines.append(cost_words(meter))
-    return lines
-
-
-def cost_words(meter: Meter) -> str:
-    """What was read again when turns were left out."""
-    cost = meter.cost
-    if cost is None:
-        return "Nothing was left out yet, so nothing was read again."
-    turns = "turn" if cost.num_turns == 1 else f"{cost.num_turns} turns"
-    return (
-        f"Leaving turns out before turn {cost.number} made it read {cost.tokens:,} tokens: "
-        f"{cost.per_turn:,} for each of the {turns} up to then."
-    )
 
 
 def short_meter(meter: Meter) -> str:

@@ -21,7 +21,15 @@ from termgen.tui.chat.asking import QuestionFiles, Settings
 from termgen.tui.chat.context_panel import ContextPanel
 from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.state.context_meter import Meter, MeterReader
-from termgen.tui.chat.state.context_policy import ContextPolicy, Cut, cut_words, turns_words
+from termgen.tui.chat.state.context_policy import (
+    CHOSEN_WORDS,
+    FIT_USAGE,
+    FIT_WORDS,
+    ContextPolicy,
+    Cut,
+    cut_notice,
+    turns_words,
+)
 from termgen.tui.chat.state.conversation import Conversation, Turn
 from termgen.tui.chat.state.full_context import (
     Change,
@@ -41,19 +49,6 @@ from termgen.vocabulary.sampling_params import SamplingParams
 
 SHOW_S = 0.1
 """Shortest time between two drawings of a summary that is written."""
-FIT_WORDS = {
-    "": ContextPolicy.DROP,
-    "drop": ContextPolicy.DROP,
-    "ends": ContextPolicy.ENDS,
-    "summarise": ContextPolicy.SUMMARISE,
-}
-"""Arguments of `/fit` and what they choose."""
-CHOSEN_WORDS = {
-    ContextPolicy.ASK: "A full context is said to be full, and nothing is left out.",
-    ContextPolicy.DROP: "In a full context the oldest turns are not sent.",
-    ContextPolicy.ENDS: "In a full context the first turn and the last ones are sent.",
-    ContextPolicy.SUMMARISE: "In a full context the model's summary stands for older turns.",
-}
 
 
 class Fitting:
@@ -196,7 +191,7 @@ class Fitting:
             which = turns_words(1, after.pruned)
             self._say(turn, f"Results of tools in {which} are sent shortened: the context is full.")
         if replace(before, pruned=0) != replace(after, pruned=0):
-            text, hint = _cut_notice(after, is_new=after.summary != before.summary)
+            text, hint = cut_notice(after, is_new=after.summary != before.summary)
             self._say(turn, text, hint=hint)
 
     def say_cut(self) -> None:
@@ -204,7 +199,7 @@ class Fitting:
         chat = self._conversation()
         cut = chat.cut
         if cut.num_left_out and cut.upto < len(chat.turns):
-            text, hint = _cut_notice(cut, is_new=cut.summary is not None)
+            text, hint = cut_notice(cut, is_new=cut.summary is not None)
             self._say(chat.turns[cut.upto], text, hint=hint)
 
     # -- summaries -------------------------------------------------------------------------
@@ -364,36 +359,18 @@ class Fitting:
 
     def fit(self, argument: str) -> None:
         """`/fit`: choose what is left out of a full context; `/fit off`: send all again."""
-        if argument == "off":
-            self.set_policy(ContextPolicy.ASK)
-        elif argument in FIT_WORDS:
-            self.set_policy(FIT_WORDS[argument])
+        policy = FIT_WORDS.get(argument)
+        if policy is None:
+            self._view.refuse(FIT_USAGE)
         else:
-            self._view.refuse(
-                "/fit goes on without the oldest turns, /fit ends keeps the first one too, /fit "
-                "summarise has them summarised, /fit off sends all of them"
-            )
+            self.set_policy(policy)
 
     def set_policy(self, policy: ContextPolicy) -> None:
         """Choose what is done from now on. To ask is to send everything again."""
         chat = self._conversation()
-        chat.policy, chat.is_summary_off = policy, False
-        if policy is ContextPolicy.ASK:
-            for turn in chat.send_all_again():
-                self._autosave.changed(chat, turn)
-            self._view.note("Every turn is sent again.")
-        else:
-            self._view.note(f"{CHOSEN_WORDS[policy]} `/fit off` ends that.")
+        for turn in chat.choose(policy):
+            self._autosave.changed(chat, turn)
+        end = "" if policy is ContextPolicy.ASK else " `/fit off` ends that."
+        self._view.note(CHOSEN_WORDS[policy] + end)
         self._save()
         self.count()
-
-
-def _cut_notice(cut: Cut, *, is_new: bool) -> tuple[str, str]:
-    """The notice about turns that are left out, and the summary, where that is to be shown."""
-    text = f"{cut_words(cut)}: the context is full."
-    if cut.summary is None:
-        return text, ""
-    which = turns_words(cut.summary.first, cut.summary.last)
-    if not is_new:
-        return f"{text} The summary of {which} still is sent.", ""
-    return f"{text} The model's summary of {which} is sent instead:", cut.summary.text

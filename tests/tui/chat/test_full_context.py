@@ -37,7 +37,7 @@ from termgen.tui.chat.state.tool_rounds import ToolRound
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
-LIMIT = 1024
+LIMIT = 2048
 """Limit in tokens, which are bytes here."""
 SYSTEM = "be brief"
 WORDS = "Ann Bo Cy Di Ed Flo Guy Hal Ida Jo Kit Lou Max Ned Ola Pat Quin Ray Sue Tom".split()
@@ -122,7 +122,7 @@ async def test_two_hundred_turns(policy: ContextPolicy, make: Any) -> None:
     engine = make()
     chat, before, read, cuts = chat_of(policy), list[int](), 0, 0
     for number in range(1, 201):
-        changes = await talk(engine, chat, f"q{number} {WORDS[number % 20] * 12}")
+        changes = await talk(engine, chat, f"q{number} {WORDS[number % 20] * 24}")
         prompt = render(engine.calls[-1].prompt)
         assert len(prompt) <= LIMIT
         cut = chat.cut_for(chat.turns)
@@ -139,7 +139,7 @@ async def test_two_hundred_turns(policy: ContextPolicy, make: Any) -> None:
         before = [*prompt, *render(f"{chat.turns[-1].answer}\n")]
     assert not any(change.fault for change in changes)
     assert cut_words(cut).startswith("Turns 1-" if policy is ContextPolicy.DROP else "Turns 2-")
-    total = 200 * len(f"user: q100 {'Anna' * 12}\nassistant: an answer\n")
+    total = 200 * len(f"user: q100 {'Anna' * 24}\nassistant: an answer\n")
     assert cuts <= total / (LIMIT / 4) + 1, "each block has a quarter of the context"
     assert read <= total + cuts * LIMIT / 2, "after one at most half of the context is read again"
 
@@ -157,7 +157,7 @@ async def test_random_policies_and_lengths() -> None:
         return Draft(text, rng.choice((FinishReason.STOP, FinishReason.LENGTH, None)))
 
     for _ in range(25):
-        limit = rng.choice((256, 700, 1024, 3000))
+        limit = rng.choice((256, 700, 1024, 3000, 5000))
         engine = engine_of(limit, answer=lambda: "x" * rng.randrange(1, 90))
         if not rng.randrange(3):
             engine = far_of(limit)
@@ -190,8 +190,8 @@ async def test_random_policies_and_lengths() -> None:
 async def test_a_message_larger_than_the_context_is_refused_with_its_size() -> None:
     engine, chat = engine_of(), chat_of(ContextPolicy.DROP)
     await talk(engine, chat, "q1")
-    with pytest.raises(MessageTooLong, match=r"it has 2,0\d\d tokens; the model reads 1,024"):
-        await talk(engine, chat, "y" * 2000)
+    with pytest.raises(MessageTooLong, match=r"it has 3,0\d\d tokens; the model reads 2,048"):
+        await talk(engine, chat, "y" * 3000)
     assert len(engine.calls) == 1 and chat.turns[0].cut is None
     far = FarEngine(
         script=Script(raises=ContextLengthError("too long")),
@@ -226,7 +226,7 @@ def test_what_is_no_summary(text: str, words: str) -> None:
 async def filled(engine: FakeEngine, chat: Conversation, *, write: Any) -> list[Change]:
     """Ask until something had to be left out."""
     for number in range(1, 40):
-        changes = await talk(engine, chat, f"q{number} {WORDS[number % 20] * 12}", write=write)
+        changes = await talk(engine, chat, f"q{number} {WORDS[number % 20] * 24}", write=write)
         if changes:
             return changes
     raise AssertionError("it never filled")
@@ -237,7 +237,7 @@ async def filled(engine: FakeEngine, chat: Conversation, *, write: Any) -> list[
     [
         (Draft("", FinishReason.STOP), "it is empty"),
         (Draft("fine", FinishReason.LENGTH), "it did not come to an end"),
-        (Draft(" ".join(map(str, range(60))), FinishReason.STOP), "it is too long"),
+        (Draft(" ".join(map(str, range(100))), FinishReason.STOP), "it is too long"),
         (EngineError("the step failed"), "could not be written (the step failed)"),
     ],
 )
@@ -256,8 +256,15 @@ async def test_without_a_summary_turns_are_left_out_and_it_is_not_tried_again(
     (change,) = await filled(engine, chat, write=bad)
     assert words in change.fault and change.is_one and change.after.summary is None
     for number in range(50, 90):
-        await talk(engine, chat, f"q{number} {WORDS[number % 20] * 12}", write=bad)
+        await talk(engine, chat, f"q{number} {WORDS[number % 20] * 24}", write=bad)
     assert tries == 1 and chat.is_summary_off
+
+
+async def test_a_long_question_after_little_is_no_fault_of_the_model() -> None:
+    engine, chat = engine_of(), chat_of(ContextPolicy.SUMMARISE)
+    await talk(engine, chat, "q1")
+    (change,) = await talk(engine, chat, "q2 " + "z" * 1980)
+    assert change.after == Cut(upto=1) and not change.fault and not chat.is_summary_off
 
 
 async def test_orders_in_a_summary_are_no_message_of_the_user() -> None:
@@ -289,14 +296,14 @@ async def test_a_summary_belongs_to_the_turns_that_it_replaces() -> None:
     assert chat.turns[-1] is last and chat.cut == cut
     chat.ask("again", now_s=0.0, beside=last)
     assert chat.cut_for(chat.turns) == cut, "the same question once more needs no second summary"
-    assert chat.send_all_again() == [path[-2]] and chat.cut == Cut()
+    assert chat.choose(ContextPolicy.ASK) == [path[-2]] and chat.cut == Cut()
 
 
 async def test_a_first_turn_that_is_large_is_left_out_with_the_others() -> None:
     engine, chat = engine_of(), chat_of(ContextPolicy.ENDS)
-    await talk(engine, chat, "q1 " + "z" * 400)
+    await talk(engine, chat, "q1 " + "z" * 700)
     for number in range(2, 12):
-        await talk(engine, chat, f"q{number} " + "z" * 80)
+        await talk(engine, chat, f"q{number} " + "z" * 160)
     assert chat.cut.first == 0 and 1 not in questions(engine)
     assert short_cut_words(chat.cut) == f"from turn {chat.cut.upto + 1}"
 
@@ -332,7 +339,7 @@ async def test_compact_by_hand_and_its_focus() -> None:
     one = chat_of(ContextPolicy.ASK)
     await talk(engine, one, "q1")
     nothing = await FullContext(engine, one, max_tokens=64, is_asked=False).compact(write, "")
-    assert nothing.fault == "there are no turns to summarise" and not nothing.is_one
+    assert nothing.fault == "there is too little to summarise" and not nothing.is_one
 
 
 def test_a_cut_never_takes_the_question() -> None:

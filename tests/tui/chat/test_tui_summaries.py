@@ -21,7 +21,7 @@ from termgen.tui.chat.state.context_policy import ContextPolicy
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.formatting import count
 
-LONG = "x" * 200
+LONG = "x" * 400
 SUMMARY = "They spoke of the letter x, which the user sends often."
 GOOD = Script(pieces=pieces(SUMMARY))
 
@@ -31,11 +31,11 @@ def is_order(call: GenerateCall) -> bool:
     return str(call.prompt.messages[-1]["content"]).startswith("Summarise the conversation")
 
 
-def summing_engine(summary: Script = GOOD, **model: Any) -> FakeEngine:
+def summing_engine(summary: Script = GOOD) -> FakeEngine:
     def script(call: GenerateCall) -> Script:
         return summary if is_order(call) else Script(pieces=("an answer ",) * 3)
 
-    return chat_engine(script, **model)
+    return chat_engine(script, max_model_len=4096)
 
 
 def summing_app(engine: FakeEngine, policy: str = "summarise", **more: Any) -> FrozenApp:
@@ -226,13 +226,13 @@ async def test_the_panel_says_what_the_context_holds_and_takes_a_policy() -> Non
         panel = app.screen.query_one("#context-meter", Canvas)
         await wait_until(pilot, lambda: "history" in panel.text)
         text = " ".join(panel.text.split())
-        assert "system prompt 7 " in text and "files 0 " in text and "The model reads 2,048" in text
+        assert "system prompt 7 " in text and "files 0 " in text and "The model reads 4,096" in text
         assert f"before turn {cost.number} made it read {cost.tokens:,} tokens" in text
         await pilot.press("down", "enter")
         await pilot.pause()
         assert app.chat.conversation.policy is ContextPolicy.ENDS
         assert "the first turn and the last ones are sent" in words(app)
-        short = f"sys 7 chat {count(meter.history)} free {meter.free}"
+        short = f"sys 7 chat {count(meter.history)} free {count(meter.free)}"
         assert short in app.chat.status.text
 
 

@@ -55,6 +55,15 @@ class Meter:
         return max(0, self.total - self.system - self.summary - self.tools - self.files)
 
     @property
+    def parts(self) -> list[tuple[str, int]]:
+        """Names and tokens of the parts that there are, and of what is free."""
+        found = [("system prompt", self.system)]
+        found += [("summary", self.summary)] if self.summary else []
+        found += [("tools", self.tools)] if self.tools else []
+        found += [("files", self.files), ("history", self.history)]
+        return [*found, ("free", self.free)] if self.limit else found
+
+    @property
     def free(self) -> int:
         return max(0, self.limit - self.total)
 
@@ -142,3 +151,31 @@ def cost_of(path: Sequence[Turn]) -> Cost | None:
     before = holders[-2] if len(holders) > 1 else -1
     read = max(0, stats.prompt_tokens - stats.cached_tokens)
     return Cost(holders[-1] + 2, read, holders[-1] - before) if read else None
+
+
+def meter_words(meter: Meter) -> list[str]:
+    """What the parts come to, and what was read again when turns were left out."""
+    about = "" if meter.is_exact else "about "
+    lines = [
+        f"The model reads {meter.limit:,} tokens, {about}{meter.total:,} are taken. When turns are "
+        f"left out, {meter.answer:,} are kept free for the answer."
+    ]
+    if not meter.limit:
+        lines = [f"The server does not say how much its model reads; {meter.total:,} are taken."]
+    if not meter.is_exact:
+        lines.append("The server counts no tokens: parts are estimates.")
+    cost = meter.cost
+    if cost is None:
+        return [*lines, "Nothing was left out yet, so nothing was read again."]
+    turns = "turn" if cost.num_turns == 1 else f"{cost.num_turns} turns"
+    return [
+        *lines,
+        f"Leaving turns out before turn {cost.number} made it read {cost.tokens:,} tokens: "
+        f"{cost.per_turn:,} for each of the {turns} up to then.",
+    ]
+
+
+def meter_lines(meter: Meter) -> list[str]:
+    """The parts, a line each, and what they come to."""
+    width = max(len(name) for name, _ in meter.parts)
+    return [*(f"{name:<{width}} {tokens:>9,}" for name, tokens in meter.parts), *meter_words(meter)]

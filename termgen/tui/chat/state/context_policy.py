@@ -9,6 +9,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
+FIT_USAGE = (
+    "/fit goes on without the oldest turns, /fit ends keeps the first one too, /fit summarise has "
+    "them summarised, /fit off sends all of them"
+)
 ANSWER_TOKENS = 512
 """Tokens kept free for an answer of no given length, in a context that large."""
 ANSWER_SHARE = 0.25
@@ -44,6 +48,21 @@ POLICY_WORDS = {
     ContextPolicy.DROP: "leave out the oldest turns",
     ContextPolicy.ENDS: "keep the first turn and the last ones",
     ContextPolicy.SUMMARISE: "keep them, and a summary of those between",
+}
+
+FIT_WORDS = {
+    "": ContextPolicy.DROP,
+    "drop": ContextPolicy.DROP,
+    "ends": ContextPolicy.ENDS,
+    "summarise": ContextPolicy.SUMMARISE,
+    "off": ContextPolicy.ASK,
+}
+"""Arguments of `/fit` and what they choose."""
+CHOSEN_WORDS = {
+    ContextPolicy.ASK: "Every turn is sent again.",
+    ContextPolicy.DROP: "In a full context the oldest turns are not sent.",
+    ContextPolicy.ENDS: "In a full context the first turn and the last ones are sent.",
+    ContextPolicy.SUMMARISE: "In a full context the model's summary stands for older turns.",
 }
 
 
@@ -139,3 +158,14 @@ def short_cut_words(cut: Cut) -> str:
         return f"{turns_words(cut.summary.first, cut.summary.last)} summarised"
     words = turns_words(cut.first + 1, cut.upto)
     return f"without {words}" if cut.first else f"from turn {cut.upto + 1}"
+
+
+def cut_notice(cut: Cut, *, is_new: bool) -> tuple[str, str]:
+    """The notice about turns that are left out, and the summary, where that is to be shown."""
+    text = f"{cut_words(cut)}: the context is full."
+    if cut.summary is None:
+        return text, ""
+    which = turns_words(cut.summary.first, cut.summary.last)
+    if not is_new:
+        return f"{text} The summary of {which} still is sent.", ""
+    return f"{text} The model's summary of {which} is sent instead:", cut.summary.text

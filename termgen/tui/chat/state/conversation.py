@@ -270,9 +270,11 @@ class Conversation:
         """What the request for the last turn of a path leaves out."""
         return _last_cut(path[:-1]).within(len(path))
 
-    def send_all_again(self) -> list[Turn]:
-        """Leave nothing out on any path; returns the turns that have changed."""
-        changed, waiting = [], [self.root]
+    def choose(self, policy: ContextPolicy) -> list[Turn]:
+        """Take a policy. To ask is to leave nothing out on any path; returns the turns that this
+        has changed."""
+        self.policy, self.is_summary_off = policy, False
+        changed, waiting = [], [self.root] if policy is ContextPolicy.ASK else []
         while waiting:
             turn = waiting.pop()
             waiting += turn.children

@@ -28,6 +28,7 @@ from termgen.tui.chat.state.conversation import PRUNED_CHARS, Conversation, Turn
 from termgen.tui.chat.state.summary import (
     MIN_TOKENS,
     REPLACED_SHARE,
+    SPARE_TOKENS,
     SummaryWish,
     Write,
     fault_of,
@@ -43,6 +44,9 @@ COUNTED_FROM = 0.9
 """Share of what may be sent from which on it is counted: until then the last figures will do."""
 LEAST_FREED = 0.2
 """Share of the context that a summary must make free."""
+
+TOO_LITTLE = "there is too little to summarise"
+"""No fault of the model's: another question may do."""
 
 WithTools = Callable[[ChatPrompt], ChatPrompt]
 
@@ -198,7 +202,7 @@ class FullContext:
                 if freed >= int(window.size * LEAST_FREED):
                     return Change(self.before, summed)
                 summed = "it makes too little room"
-            fault = summed
+            fault = "" if summed == TOO_LITTLE else summed
         keeps_first = policy is ContextPolicy.ENDS and await self._has_small_first(window)
         least = self.before.upto + (refused and cut == self.before)
         cut = await self._dropped(cut, window, goal, first=int(keeps_first), least=least)
@@ -268,7 +272,7 @@ class FullContext:
 
         begin = max(first, cut.upto)
         if begin >= self._last:
-            return "there are no turns to summarise"
+            return TOO_LITTLE
         alone = await self.sizes.of(at(self._last))
         kept = min(kept, alone + int(window.size * TAIL_SHARE))
         upto = await least_that_fits(
@@ -277,17 +281,25 @@ class FullContext:
         replaced = await self.sizes.of(cut) - await self.sizes.of(at(upto))
         most = min(int(replaced * REPLACED_SHARE), int(window.size * SUMMARY_SHARE))
         if most < MIN_TOKENS:
-            return "there is too little to summarise"
+            return TOO_LITTLE
         known = cut.summary
         number = known.first if known is not None and known.last == cut.upto else begin + 1
         told = self._chat.messages(self._path[:upto], cut)
-        asked = order_messages(told, max_tokens=most, focus=focus)
+
+        def asked(max_tokens: int) -> ChatPrompt:
+            order = order_messages(told, max_tokens=max_tokens, focus=focus)
+            return self._with_calls(ChatPrompt(order))
+
+        room = (self._limit or MORE_THAN_ANY) - await self.sizes.count(asked(most)) - SPARE_TOKENS
+        most = min(most, room)
+        if most < MIN_TOKENS:
+            return "the context has no room to write it in"
         wish = SummaryWish(
-            self._with_calls(ChatPrompt(asked)),
+            asked(most),
             first=number,
             last=upto,
             max_tokens=most,
-            most_output=max(most, int(window.size * BLOCK_SHARE)),
+            most_output=min(room, max(most, int(window.size * BLOCK_SHARE))),
         )
         try:
             draft = await write(wish)
