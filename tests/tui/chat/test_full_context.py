@@ -13,9 +13,10 @@ import pytest
 from chat_harness import sent
 from fake_engine import FakeEngine, GenerateCall, Script, render
 from test_tui_full_context import FarEngine
-from tui_harness import MODEL, chat_engine
+from tui_harness import MODEL, TimedEngine, chat_engine
 
-from termgen.errors import ContextLengthError, EngineError
+from termgen.client import ChatPrompt, Prompt
+from termgen.errors import ContextLengthError, EngineError, RequestError
 from termgen.tools.calls import CallState, ToolCall
 from termgen.tui.chat.state.context_policy import (
     ContextPolicy,
@@ -31,7 +32,7 @@ from termgen.tui.chat.state.full_context import (
     MessageTooLong,
     make_room,
 )
-from termgen.tui.chat.state.summary import Draft, SummaryWish, fault_of
+from termgen.tui.chat.state.summary import Draft, SummaryWish, fault_of, order_messages
 from termgen.tui.chat.state.thoughts import read_answer
 from termgen.tui.chat.state.tool_rounds import ToolRound
 from termgen.vocabulary.request import FinishReason
@@ -225,7 +226,7 @@ def test_what_is_no_summary(text: str, words: str) -> None:
 
 async def filled(engine: FakeEngine, chat: Conversation, *, write: Any) -> list[Change]:
     """Ask until something had to be left out."""
-    for number in range(1, 40):
+    for number in range(len(chat.turns) + 1, 60):
         changes = await talk(engine, chat, f"q{number} {WORDS[number % 20] * 24}", write=write)
         if changes:
             return changes
@@ -255,6 +256,7 @@ async def test_without_a_summary_turns_are_left_out_and_it_is_not_tried_again(
 
     (change,) = await filled(engine, chat, write=bad)
     assert words in change.fault and change.is_one and change.after.summary is None
+    assert len(render(engine.calls[-1].prompt)) <= LIMIT / 2
     for number in range(50, 90):
         await talk(engine, chat, f"q{number} {WORDS[number % 20] * 24}", write=bad)
     assert tries == 1 and chat.is_summary_off
@@ -265,6 +267,130 @@ async def test_a_long_question_after_little_is_no_fault_of_the_model() -> None:
     await talk(engine, chat, "q1")
     (change,) = await talk(engine, chat, "q2 " + "z" * 1980)
     assert change.after == Cut(upto=1) and not change.fault and not chat.is_summary_off
+
+
+def without_summary(engine: FakeEngine, summary: Summary) -> int:
+    return len(render(engine.calls[-1].prompt)) - len(f"\n\n{summary.message}")
+
+
+async def test_a_block_is_a_quarter_even_where_there_is_room() -> None:
+    """A summary is tried early; what is left out without one is no less for that."""
+    engine, chat = engine_of(), chat_of(ContextPolicy.SUMMARISE)
+
+    async def bad(_wish: SummaryWish) -> Draft:
+        return Draft("", FinishReason.STOP)
+
+    changes: list[Change] = []
+    while not changes:
+        changes = await talk(
+            engine, chat, f"q{len(chat.turns) + 1} {WORDS[0] * 3}", max_tokens=None, write=bad
+        )
+    whole = len(render(chat.prompt(Cut()))) - len("assistant: an answer\n")
+    assert whole < LIMIT * 0.7 and whole - len(render(engine.calls[-1].prompt)) >= LIMIT / 4
+
+
+async def test_a_server_that_reads_less_than_it_says() -> None:
+    engine, chat = engine_of(), chat_of(ContextPolicy.DROP)
+    engine._script = lambda call: (
+        Script(raises=ContextLengthError("too long"))
+        if len(render(call.prompt)) > 600
+        else Script(pieces=("an answer",))
+    )
+    for number in range(1, 30):
+        changes = await talk(engine, chat, f"q{number} {WORDS[0] * 3}")
+        if changes:
+            assert 200 <= len(render(engine.calls[-1].prompt)) <= 330
+            break
+    assert changes
+
+
+async def test_a_long_question_leaves_what_fits_beside_it() -> None:
+    engine, chat = engine_of(), chat_of(ContextPolicy.DROP)
+    for number in range(1, 9):
+        await talk(engine, chat, f"q{number} " + "y" * 80)
+    await talk(engine, chat, "q9 " + "z" * 1300)
+    assert 0 < chat.num_left_out < 8 and questions(engine)[-2:] == [8, 9]
+
+
+async def test_a_question_that_leaves_no_room_for_a_summary() -> None:
+    engine, chat = engine_of(), chat_of(ContextPolicy.SUMMARISE)
+
+    async def long(_wish: SummaryWish) -> Draft:
+        return Draft(" ".join(map(str, range(80))), FinishReason.STOP)
+
+    await filled(engine, chat, write=long)
+    await filled(engine, chat, write=long)
+    assert chat.cut.summary is not None, "the second may say what the first said"
+    (change,) = await talk(engine, chat, "q99 " + "z" * 1830, write=long)
+    assert change.after.summary is None and not change.fault and questions(engine)[-1] == 99
+    assert len(render(engine.calls[-1].prompt)) <= LIMIT - 64
+
+
+async def test_a_summary_that_makes_little_room_is_not_used() -> None:
+    """A large first turn stays, so that what is summarised is hardly more than the summary."""
+    engine, chat = engine_of(), chat_of(ContextPolicy.SUMMARISE)
+
+    async def long(wish: SummaryWish) -> Draft:
+        text = " ".join(map(str, range(100)))
+        return Draft(text[: wish.max_tokens - 50], FinishReason.STOP)
+
+    changes = await talk(engine, chat, "q1 " + "y" * 200, max_tokens=None)
+    while not changes:
+        question = f"q{len(chat.turns) + 1}"
+        changes = await talk(engine, chat, question, max_tokens=None, write=long)
+    assert changes[0].fault == "it makes too little room" and changes[0].after.summary is None
+
+
+async def test_what_stays_beside_a_summary_and_the_room_to_write_it() -> None:
+    engine, chat = engine_of(), chat_of(ContextPolicy.SUMMARISE)
+    wishes: list[SummaryWish] = []
+
+    async def write(wish: SummaryWish) -> Draft:
+        wishes.append(wish)
+        return Draft("Names.", FinishReason.STOP)
+
+    await talk(engine, chat, "q1")
+    for number in range(2, 60):
+        await talk(engine, chat, f"q{number} yes", write=write)
+        if chat.cut.summary is not None:
+            break
+    summary = chat.cut.summary
+    assert summary is not None
+    question = len(f"user: {chat.turns[-1].question}\nassistant: ")
+    first = len(f"user: {chat.turns[0].question}\nassistant: an answer\n")
+    rest = without_summary(engine, summary) - len(f"system: {SYSTEM}\n") - first - question
+    assert LIMIT * 0.2 < rest <= LIMIT / 4
+
+    chat = chat_of(ContextPolicy.SUMMARISE)
+    for number in range(1, 30):
+        await talk(engine, chat, f"q{number} " + "y" * 260, write=write)
+        if chat.cut.summary is not None:
+            break
+    for wish in wishes:
+        assert len(render(wish.prompt)) + wish.most_output <= LIMIT
+        assert wish.max_tokens <= wish.most_output
+
+
+def test_an_order_is_not_the_end_of_a_question() -> None:
+    asked = order_messages([{"role": "user", "content": "Delete it"}], max_tokens=50, focus="")
+    assert [message["role"] for message in asked] == ["user", "assistant", "user"]
+    assert asked[0]["content"] == "Delete it" and "at most 30 words" in asked[2]["content"]
+
+
+async def test_a_model_without_system_messages_has_no_summaries() -> None:
+    class NoSystem(TimedEngine):
+        async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+            assert isinstance(prompt, ChatPrompt)
+            if prompt.messages[0]["role"] == "system":
+                raise RequestError("System role not supported")
+            return await super().tokenize(prompt)
+
+    engine = NoSystem(script=Script(pieces=("yes",)), model=replace(MODEL, max_model_len=LIMIT))
+    chat = chat_of(ContextPolicy.SUMMARISE)
+    chat.system_prompt = None
+    (change,) = await filled(engine, chat, write=good)
+    assert change.fault == "the model takes no system message for it"
+    assert change.is_one and change.after.summary is None
 
 
 async def test_orders_in_a_summary_are_no_message_of_the_user() -> None:

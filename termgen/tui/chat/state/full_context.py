@@ -15,7 +15,6 @@ from termgen.errors import ContextLengthError, EngineDeadError, EngineError, Req
 from termgen.tui.chat.state.context_policy import (
     BLOCK_SHARE,
     FIRST_SHARE,
-    GOAL_SHARE,
     KEPT_SHARE,
     SUMMARY_SHARE,
     TAIL_SHARE,
@@ -204,8 +203,7 @@ class FullContext:
                 summed = "it makes too little room"
             fault = "" if summed == TOO_LITTLE else summed
         keeps_first = policy is ContextPolicy.ENDS and await self._has_small_first(window)
-        least = self.before.upto + (refused and cut == self.before)
-        cut = await self._dropped(cut, window, goal, first=int(keeps_first), least=least)
+        cut = await self._dropped(cut, window, goal, first=int(keeps_first))
         return Change(self.before, cut, fault)
 
     async def compact(self, write: Write, focus: str) -> Change:
@@ -247,7 +245,7 @@ class FullContext:
         size = await self.sizes.of(beside) - await self.sizes.of(without)
         return size <= int(window.size * FIRST_SHARE)
 
-    async def _dropped(self, cut: Cut, window: Window, goal: int, *, first: int, least: int) -> Cut:
+    async def _dropped(self, cut: Cut, window: Window, goal: int, *, first: int) -> Cut:
         """Leave out a block of turns; if the question is too long for one, what it needs."""
 
         def at(upto: int) -> Cut:
@@ -257,7 +255,7 @@ class FullContext:
             goal = window.room
         if await self.sizes.of(at(self._last)) > goal:
             cut, first = replace(cut, summary=None), 0
-        low = min(self._last, max(least, first))
+        low = min(self._last, max(cut.upto, first))
         upto = await least_that_fits(lambda upto: self.sizes.of(at(upto)), goal, low, self._last)
         return at(upto)
 
@@ -307,7 +305,9 @@ class FullContext:
             raise
         except (RequestError, EngineError) as error:
             return f"it could not be written ({error})"
-        source = "\n".join(str(message["content"] or "") for message in told)
+        source = "\n".join(  # not the summary before, which the next one may repeat
+            str(message["content"] or "") for message in told if message["role"] != "system"
+        )
         if fault := fault_of(draft, source):
             return fault
         summed = replace(at(upto), summary=Summary(tidied(draft.text), number, upto))
@@ -321,10 +321,8 @@ class FullContext:
             return "the model takes no system message for it"
         if total - await self.sizes.of(replace(cut, summary=None)) > most:
             return "it is too long"
-        alone = await self.sizes.of(Cut(upto=self._last))
-        is_long_question = alone > int(window.size * GOAL_SHARE)
-        if total > (window.room if is_long_question else int(window.size * GOAL_SHARE)):
-            return "it leaves too little room"
+        if total > window.room:
+            return TOO_LITTLE
         return ""
 
 
@@ -340,20 +338,20 @@ async def make_room(
 ) -> Change | None:
     """Make room for the path's last question, if that is the chat's policy: what is left out is set
     in the turn before it. None where nothing was to be done. Raises `MessageTooLong`."""
-    path = chat.turns
-    if not refused and not _is_nearly_full(client, chat, path, max_tokens):
+    path, policy = chat.turns, chat.policy
+    if policy is ContextPolicy.SUMMARISE and (write is None or chat.is_summary_off):
+        policy = ContextPolicy.DROP
+    if not refused and not _is_nearly_full(client, chat, path, policy, max_tokens):
         return None
     context = FullContext(
         client, chat, max_tokens=max_tokens, with_tools=with_tools, with_calls=with_calls
     )
-    if not refused and not await context.is_full(chat.policy):
+    if not refused and not await context.is_full(policy):
         return None
     await context.check_question()
-    if chat.policy is ContextPolicy.ASK or len(path) < 2:
+    if policy is ContextPolicy.ASK or len(path) < 2:
         return None
-    if chat.is_summary_off:
-        write = None
-    change = await context.make_room(chat.policy, refused=refused, write=write)
+    change = await context.make_room(policy, refused=refused, write=write)
     chat.is_summary_off |= bool(change.fault)
     if change.is_one:
         cut_holder(path).cut = change.after
@@ -363,15 +361,19 @@ async def make_room(
 
 
 def _is_nearly_full(
-    client: EngineClient, chat: Conversation, path: Sequence[Turn], max_tokens: int | None
+    client: EngineClient,
+    chat: Conversation,
+    path: Sequence[Turn],
+    policy: ContextPolicy,
+    max_tokens: int | None,
 ) -> bool:
     """True if the path may be too long, so that its tokens are worth counting."""
     limit, turn = client.model.max_model_len, path[-1]
-    if not limit or chat.policy is ContextPolicy.ASK:
+    if not limit or policy is ContextPolicy.ASK:
         return False
     before = turn.parent.stats.context_tokens if turn.parent is not None else 0
     asked = sum(len(message["content"]) for message in turn.messages(chat.result_chars))
-    return before + asked > Window.of(limit, max_tokens).trigger(chat.policy) * COUNTED_FROM
+    return before + asked > Window.of(limit, max_tokens).trigger(policy) * COUNTED_FROM
 
 
 def _has_long_results(turn: Turn) -> bool:
