@@ -64,6 +64,8 @@ class PlainChat:
         self._chat = self._new()
         self._refused: tuple[str, tuple[Attachment, ...]] | None = None
         """The last question, if the context had no room for it."""
+        self._may_write = True
+        """No summary was made for the present question yet."""
         self._commands: dict[str, Callable[[str], object]] = {
             "new": self._begin,
             "system": self._set_system,
@@ -160,9 +162,9 @@ class PlainChat:
 
         path = self._chat.turns
         holder = cut_holder(path) if len(path) > 1 else turn
-        held, tries = holder.cut, 0
+        held, self._may_write = holder.cut, True
         try:
-            await self._make_room(refused=False, tries=tries)
+            await self._make_room(refused=False)
             while True:
                 writer = PlainWriter(sys.stdout, is_cleaned=True)
                 messages = self._chat.prompt().messages
@@ -172,14 +174,13 @@ class PlainChat:
                     )
                     return stopped
                 except ContextLengthError:
-                    tries += 1
-                    if not await self._make_room(refused=True, tries=tries):
+                    if not await self._make_room(refused=True):
                         raise
         except ContextLengthError:
             holder.cut = held  # it did not help
             raise
 
-    async def _make_room(self, *, refused: bool, tries: int) -> bool:
+    async def _make_room(self, *, refused: bool) -> bool:
         """Leave more out, with a line. False if there is nothing more, or it is not wanted."""
         from termgen.tui.chat.state.full_context import make_room
 
@@ -187,7 +188,7 @@ class PlainChat:
             self._client,
             self._chat,
             max_tokens=self._ui.max_tokens,
-            write=self._write if tries < 2 else None,
+            write=self._write if self._may_write else None,
             refused=refused,
         )
         if change is None:
@@ -209,6 +210,7 @@ class PlainChat:
         from termgen.tui.chat.state.conversation import sampling_params
         from termgen.tui.chat.state.summary import read_draft
 
+        self._may_write = False
         which = turns_words(wish.first, wish.last)
         self._say(f"The model summarises {which}. Ctrl-C stops it.")
         params = sampling_params(self._client.model.default_params, self._ui)

@@ -237,8 +237,11 @@ class Dialogue:
                 await self._read(turn, entry, answer)
                 return
             except (RequestError, EngineError) as error:
-                chat, again = self.conversation, self.tool_turns.asks_again
-                if not (turn.is_waiting and again(chat, turn, error, tools)):
+                chat = self.conversation
+                if not turn.is_waiting or not (
+                    self.fitting.asks_again(chat, turn, error)
+                    or self.tool_turns.asks_again(chat, turn, error, tools)
+                ):
                     raise
 
     def _calls_changed(self) -> None:

@@ -152,14 +152,13 @@ class Fitting:
         refused: bool,
     ) -> bool:
         """Leave more out, with a notice. False if there is nothing more, or it is not wanted."""
-        is_first_try, self._tried = self._tried is not turn, turn
         change = await make_room(
             self._settings.client,
             chat,
             max_tokens=max_tokens,
             with_tools=with_tools,
             with_calls=self._tools_of(),
-            write=partial(self._write, turn) if is_first_try else None,
+            write=partial(self._write, turn) if self._tried is not turn else None,
             refused=refused,
         )
         if change is None:
@@ -175,6 +174,17 @@ class Fitting:
             self._view.status.repaint()
             self._say_change(turn, change)
         return change.is_one
+
+    def asks_again(self, chat: Conversation, turn: Turn, error: TermgenError) -> bool:
+        """True if a question is to be sent again without the summary, as the model's template on a
+        server elsewhere takes no system message."""
+        cut = chat.cut_for(chat.turns)
+        if cut.summary is None or chat.system_prompt or "system" not in str(error).lower():
+            return False
+        chat.is_summary_off = True
+        self._hold(chat, cut_holder(chat.turns), replace(cut, summary=None))
+        self._say(turn, "The model takes no system message: the summary is no longer sent.")
+        return True
 
     def _hold(self, chat: Conversation, holder: Turn, cut: Cut | None) -> None:
         if holder.cut != cut:
@@ -206,6 +216,7 @@ class Fitting:
 
     async def _write(self, turn: Turn | None, wish: SummaryWish) -> Draft:
         """Have the model write a summary, with a notice that shows it as it grows."""
+        self._tried = turn
         entry = NoticeEntry("")
         self._put_above(turn, entry)
         shown_s = 0.0

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_harness import SIZE, sent, shown
-from fake_engine import FakeEngine, GenerateCall, Script
+from fake_engine import FakeEngine, GenerateCall, Script, render
+from test_tui_full_context import FarEngine
 from textual.pilot import Pilot
-from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, wait_until
+from tui_harness import MODEL, FrozenApp, ask, chat_engine, pieces, ready, wait_until
 
 from termgen.client import ChatPrompt
 from termgen.config import UIConfig
-from termgen.errors import EngineError
+from termgen.errors import ContextLengthError, EngineError, RequestError
 from termgen.tui.chat.context_panel import ContextPanel
 from termgen.tui.chat.saved.chat_store import ChatStore, Resume, find_session
 from termgen.tui.chat.state.context_policy import ContextPolicy
@@ -269,3 +271,35 @@ async def test_two_windows_on_one_chat(tmp_path: Path) -> None:
             assert SUMMARY in " ".join(shown(other).split())
             await ask(other, second, "from the other")
             assert sent(other_engine)[0] == sent(engine)[0] and not orders(other_engine)
+
+
+def far_engine(*, takes_system: bool) -> FarEngine:
+    """A server that neither counts tokens nor tells its limit."""
+
+    def script(call: GenerateCall) -> Script:
+        if len(render(call.prompt)) > 4000:
+            return Script(raises=ContextLengthError("the request exceeds the context"))
+        assert isinstance(call.prompt, ChatPrompt)
+        if call.prompt.messages[0]["role"] == "system" and not takes_system:
+            return Script(raises=RequestError("System role not supported"))
+        return GOOD if is_order(call) else Script(pieces=("an answer ",) * 3)
+
+    return FarEngine(script=script, model=replace(MODEL, max_model_len=0))
+
+
+@pytest.mark.parametrize("takes_system", [True, False])
+async def test_a_server_that_counts_nothing(takes_system: bool) -> None:
+    engine = far_engine(takes_system=takes_system)
+    app = FrozenApp(engine, ui=UIConfig(context_policy="summarise"))
+    async with app.run_test(size=SIZE) as pilot:
+        await ready(app, pilot)
+        number = await fill(app, pilot, engine)
+        cut = app.chat.conversation.cut
+        assert len(orders(engine)) == 1 and len(app.chat.conversation.turns) == number
+        assert app.chat.conversation.turns[-1].answer and cut.num_left_out
+        assert (cut.summary is not None) == takes_system
+        said = "The model takes no system message: the summary is no longer sent."
+        assert (said in words(app)) != takes_system
+        for more in range(4):
+            await ask(app, pilot, f"more{more} {LONG}")
+            assert not app.chat.prompt.text
