@@ -198,12 +198,13 @@ class PlainChat:
         self._say_change(change)
         return change.is_one
 
-    def _say_change(self, change: Change) -> None:
-        from termgen.tui.chat.state.context_policy import cut_notice
+    def _say_change(self, change: Change, *, is_full: bool = True) -> None:
+        from termgen.tui.chat.state.context_policy import FULL, cut_notice
 
         if change.is_one:
             is_new = change.after.summary != change.before.summary
-            self._say("\n".join(filter(None, cut_notice(change.after, is_new=is_new))))
+            why = FULL if is_full else ""
+            self._say("\n".join(filter(None, cut_notice(change.after, is_new=is_new, why=why))))
 
     async def _write(self, wish: SummaryWish) -> Draft:
         from termgen.tui.chat.state.context_policy import turns_words
@@ -245,7 +246,7 @@ class PlainChat:
         change = self._run(context.compact(self._write, focus))
         if change.is_one:
             cut_holder(path, is_asked=False).cut = change.after
-            self._say_change(change)
+            self._say_change(change, is_full=False)
         else:
             self._say(f"There is no summary: {change.fault}. Everything is sent as before.")
 

@@ -319,6 +319,7 @@ def test_compact_in_lines(
     typed = f"/compact\n1 {'x' * 200}\n2 {'x' * 200}\n3\n/compact the x\n4\n/fit off\n5\n/fit all\n"
     shown = chat(engine, typed, monkeypatch, capsys)
     assert "There is nothing to summarise yet." in shown and "/fit goes on without" in shown
+    assert "Turn 2 is no longer sent. The model's summary of turn 2 is sent instead:" in shown
     order, after, last = asked(engine)[-3:]
     assert order[-1][1].endswith("concerns this: the x")
     heading = "Summary of turn 2, made by the model:\nThey counted."

@@ -25,6 +25,7 @@ from termgen.tui.chat.state.context_policy import (
     CHOSEN_WORDS,
     FIT_USAGE,
     FIT_WORDS,
+    FULL,
     ContextPolicy,
     Cut,
     cut_notice,
@@ -195,21 +196,25 @@ class Fitting:
     def _say(self, turn: Turn | None, text: str, *, hint: str = "") -> None:
         self._put_above(turn, NoticeEntry(text, hint=hint))
 
-    def _say_change(self, turn: Turn | None, change: Change) -> None:
+    def _say_change(self, turn: Turn | None, change: Change, *, why: str = FULL) -> None:
         before, after = change.before, change.after
         if after.pruned > before.pruned:
             which = turns_words(1, after.pruned)
             self._say(turn, f"Results of tools in {which} are sent shortened: the context is full.")
         if replace(before, pruned=0) != replace(after, pruned=0):
-            text, hint = cut_notice(after, is_new=after.summary != before.summary)
+            is_new = after.summary != before.summary
+            text, hint = cut_notice(after, is_new=is_new, why=why)
             self._say(turn, text, hint=hint)
 
     def say_cut(self) -> None:
         """Say of a chat that is opened what of it is not sent."""
         chat = self._conversation()
         cut = chat.cut
+        if 0 < cut.pruned < len(chat.turns):
+            which = turns_words(1, cut.pruned)
+            self._say(chat.turns[cut.pruned], f"Results of tools in {which} are sent shortened.")
         if cut.num_left_out and cut.upto < len(chat.turns):
-            text, hint = cut_notice(cut, is_new=cut.summary is not None)
+            text, hint = cut_notice(cut, is_new=cut.summary is not None, why="")
             self._say(chat.turns[cut.upto], text, hint=hint)
 
     # -- summaries -------------------------------------------------------------------------
@@ -274,7 +279,7 @@ class Fitting:
         if self._conversation() is chat:
             if change.is_one:
                 self._hold(chat, holder, change.after)
-                self._say_change(None, change)
+                self._say_change(None, change, why="")
             else:
                 hint = "Everything is sent as before."
                 self._view.note(f"There is no summary: {change.fault}.", hint=hint)

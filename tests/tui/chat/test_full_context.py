@@ -16,8 +16,18 @@ from test_tui_full_context import FarEngine
 from tui_harness import MODEL, TimedEngine, chat_engine
 
 from termgen.client import ChatPrompt, Prompt
-from termgen.errors import ContextLengthError, EngineError, RequestError
+from termgen.errors import ChatStoreError, ContextLengthError, EngineError, RequestError
 from termgen.tools.calls import CallState, ToolCall
+from termgen.tui.chat.saved.chat_records import (
+    SessionRecord,
+    TurnRecord,
+    all_turns,
+    as_json,
+    conversation_of,
+    from_json,
+    session_record,
+    turn_record,
+)
 from termgen.tui.chat.state.context_policy import (
     ContextPolicy,
     Cut,
@@ -476,3 +486,65 @@ def test_a_cut_never_takes_the_question() -> None:
     assert chat.cut_for(chat.turns) == Cut(first=1, upto=2)
     assert [m["content"] for m in chat.prompt().messages] == ["q0\n\nq2"]
     assert chat.cut_for([Turn("x")]) == Cut()
+
+
+async def kept(chat: Conversation) -> tuple[SessionRecord, list[TurnRecord]]:
+    session = session_record(chat, SamplingParams())
+    return session, [turn_record(chat, turn) for turn in all_turns(chat)]
+
+
+async def test_what_is_left_out_is_in_the_records_and_comes_back() -> None:
+    engine, chat = engine_of(), chat_of(ContextPolicy.SUMMARISE)
+    await filled(engine, chat, write=good)
+    session, turns = from_json(as_json(*await kept(chat)))
+    again = conversation_of(session, turns)
+    assert again.policy is ContextPolicy.SUMMARISE and again.cut == chat.cut
+    assert again.cut.summary is not None and again.prompt() == chat.prompt()
+
+
+async def test_a_chat_of_an_older_version_goes_on_without_its_oldest_turns() -> None:
+    engine, chat = engine_of(), chat_of(ContextPolicy.ASK)
+    for number in range(1, 6):
+        await talk(engine, chat, f"q{number}")
+    session, turns = await kept(chat)
+    old = replace(session, params={"left_out_turns": 3})
+    again = conversation_of(old, turns)
+    assert again.policy is ContextPolicy.DROP and again.cut == Cut(upto=3)
+    assert conversation_of(replace(session, params={}), turns).policy is ContextPolicy.ASK
+    assert conversation_of(replace(old, params={"left_out_turns": 9}), turns).cut == Cut()
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "all",
+        {},
+        {"first": 0, "upto": -1, "pruned": 0},
+        {"first": 0, "upto": True, "pruned": 0},
+        {"first": 0, "upto": 1, "pruned": "x"},
+        {"first": 0, "upto": 1, "pruned": 0, "summary": "text"},
+        {"first": 0, "upto": 1, "pruned": 0, "summary": {"text": 5, "first": 1, "last": 1}},
+        {"first": 0, "upto": 1, "pruned": 0, "summary": {"text": "x", "first": 1}},
+    ],
+)
+async def test_a_record_that_is_no_cut_is_an_error_of_one_line(cut: Any) -> None:
+    engine, chat = engine_of(), chat_of(ContextPolicy.ASK)
+    await talk(engine, chat, "q1")
+    session, (turn,) = await kept(chat)
+    wrong = replace(turn, figures={**turn.figures, "cut": cut})
+    with pytest.raises(ChatStoreError, match=r"turns\[0\]: "):
+        conversation_of(session, [wrong])
+
+
+async def test_a_summary_from_a_file_has_no_control_codes() -> None:
+    engine, chat = engine_of(), chat_of(ContextPolicy.DROP)
+    for number in range(1, 4):
+        await talk(engine, chat, f"q{number}")
+    session, turns = await kept(chat)
+    cut = {"first": 7, "upto": 99, "pruned": 0}
+    summary = {"text": "\x1b[2Ja\u202e", "first": 1, "last": 99}
+    wrong = replace(turns[1], figures={**turns[1].figures, "cut": {**cut, "summary": summary}})
+    again = conversation_of(session, [turns[0], wrong, turns[2]])
+    system, *others = again.prompt().messages
+    assert system["content"].endswith("made by the model:\n\\x1b[2Ja")
+    assert [message["content"] for message in others if message["role"] == "user"] == ["q1", "q3"]

@@ -179,6 +179,7 @@ async def test_compact_by_hand() -> None:
         order = orders(engine)[0].prompt
         assert isinstance(order, ChatPrompt)
         assert order.messages[-1]["content"].endswith("concerns this: the letter")
+        assert "are no longer sent. The model's summary of turns 2-" in words(app)
         assert "is sent instead: " + SUMMARY in words(app)
         await ask(app, pilot, "next")
         assert sent(engine)[0][1].endswith(SUMMARY) and sent(engine)[-1] == ("user", "next")

@@ -13,6 +13,7 @@ FIT_USAGE = (
     "/fit goes on without the oldest turns, /fit ends keeps the first one too, /fit summarise has "
     "them summarised, /fit off sends all of them"
 )
+FULL = ": the context is full"
 ANSWER_TOKENS = 512
 """Tokens kept free for an answer of no given length, in a context that large."""
 ANSWER_SHARE = 0.25
@@ -160,9 +161,12 @@ def short_cut_words(cut: Cut) -> str:
     return f"without {words}" if cut.first else f"from turn {cut.upto + 1}"
 
 
-def cut_notice(cut: Cut, *, is_new: bool) -> tuple[str, str]:
-    """The notice about turns that are left out, and the summary, where that is to be shown."""
-    text = f"{cut_words(cut)}: the context is full."
+def cut_notice(cut: Cut, *, is_new: bool, why: str = FULL) -> tuple[str, str]:
+    """The notice about turns that are left out, and the summary, where that is to be shown.
+
+    why: the end of its first sentence.
+    """
+    text = f"{cut_words(cut)}{why}."
     if cut.summary is None:
         return text, ""
     which = turns_words(cut.summary.first, cut.summary.last)
