@@ -28,6 +28,8 @@ from termgen.tui.chat.saved.chat_records import (
     session_record,
     turn_record,
 )
+from termgen.tui.chat.state.attachments import Attachment, with_name
+from termgen.tui.chat.state.context_meter import Cost, MeterReader, meter_words
 from termgen.tui.chat.state.context_policy import (
     ContextPolicy,
     Cut,
@@ -548,3 +550,36 @@ async def test_a_summary_from_a_file_has_no_control_codes() -> None:
     system, *others = again.prompt().messages
     assert system["content"].endswith("made by the model:\n\\x1b[2Ja")
     assert [message["content"] for message in others if message["role"] == "user"] == ["q1", "q3"]
+
+
+@pytest.mark.parametrize("make", [engine_of, far_of])
+async def test_the_meter_adds_up(make: Any) -> None:
+    engine, chat = make(), chat_of(ContextPolicy.DROP)
+    file = Attachment("a.txt", "z" * 100)
+    await talk(engine, chat, "q1")
+    chat.turns[0].attachments = (file,)
+    await talk(engine, chat, "q2")
+
+    def with_tools(prompt: ChatPrompt) -> ChatPrompt:
+        about = {"role": "system", "content": "t" * 50}
+        return replace(prompt, messages=[about, *prompt.messages])
+
+    read = MeterReader().read
+    meter = await read(engine, chat, max_tokens=64, with_tools=with_tools)
+    assert meter.total == chat.turns[-1].stats.context_tokens
+    parts = meter.system + meter.tools + meter.files + meter.history
+    assert parts == meter.total and meter.summary == 0 and meter.cost is None
+    assert meter.is_exact == (make is engine_of)
+    size = len(with_name(file))
+    if make is engine_of:
+        assert (meter.system, meter.files) == (len(SYSTEM) - 1, size - 1)
+        assert meter.tools == len("system: \n") + 50
+        assert meter.free == LIMIT - meter.total and meter.answer == 64
+    else:
+        assert meter.files == round(size * 0.3) and meter.limit == meter.free == 0
+        assert "about" not in meter_words(meter)[0] and "estimates" in meter_words(meter)[1]
+    chat.turns[0].cut = Cut(upto=1)
+    chat.turns[1].stats.prompt_tokens, chat.turns[1].stats.cached_tokens = 90, 30
+    meter = await read(engine, chat, max_tokens=64)
+    assert meter.files == 0 and meter.cost == Cost(2, 60, 1)
+    assert "made it read 60 tokens: 60 for the one turn up to then." in meter_words(meter)[-1]

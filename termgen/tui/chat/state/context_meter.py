@@ -167,11 +167,11 @@ def meter_words(meter: Meter) -> list[str]:
     cost = meter.cost
     if cost is None:
         return [*lines, "Nothing was left out yet, so nothing was read again."]
-    turns = "turn" if cost.num_turns == 1 else f"{cost.num_turns} turns"
+    turns = "the one turn" if cost.num_turns == 1 else f"each of the {cost.num_turns} turns"
     return [
         *lines,
         f"Leaving turns out before turn {cost.number} made it read {cost.tokens:,} tokens: "
-        f"{cost.per_turn:,} for each of the {turns} up to then.",
+        f"{cost.per_turn:,} for {turns} up to then.",
     ]
 
 
