@@ -26,6 +26,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "native", "torch_reference", "flashinfer", "flash_attn")
 TOOLS = ("files",)
+CONTEXT_POLICIES = ("ask", "drop", "ends", "summarise")
 DEVICE_WAITS = ("auto", "spin", "sleep")
 CUDAGRAPH_MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 MAX_INT = 2**31 - 1
@@ -486,6 +487,12 @@ class UIConfig:
         None,
         "file that chats are kept in, `off` for none (default: chats.sqlite3 in the user's folder)",
         metavar="PATH|off",
+    )
+    context_policy: str = setting(
+        "ask",
+        "when a chat has filled its context. ask: say so; drop: leave out the oldest turns; ends: "
+        "keep the first turn and the last ones; summarise: the same, and a summary of the others",
+        choices=CONTEXT_POLICIES,
     )
     tools: tuple[str, ...] = setting(
         (),

@@ -56,6 +56,7 @@ from termgen.tools.server_config import McpServer
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.saved.chat_records import conversation_of, plain_text
 from termgen.tui.chat.saved.chat_store import ChatStore
+from termgen.tui.chat.state.context_policy import ContextPolicy
 from termgen.tui.chat.state.conversation import Conversation
 
 MODEL = "model"
@@ -138,6 +139,7 @@ class TermgenAgent:
         folder = folder_of(cwd, additional_directories)
         servers = servers_of(mcp_servers, folder)
         conversation = Conversation(system_prompt=self._ui.system_prompt)
+        conversation.policy = ContextPolicy(self._ui.context_policy)
         session = self._open(conversation, servers, folder, {})
         options = await self._options_soon(session)
         self._follow(self._show_commands(session))

@@ -28,7 +28,7 @@ from acp.schema import (
 
 from termgen.agent.engine_source import EngineSource
 from termgen.agent.faults import INVALID_REQUEST, clear_error
-from termgen.agent.full_context import FULL_WORDS, leave_out
+from termgen.agent.full_context import Room, full_words
 from termgen.agent.outbox import Outbox
 from termgen.agent.questions import question_of
 from termgen.agent.slash_commands import run_command
@@ -159,6 +159,11 @@ class AgentSession:
         if self.conversation.turns and client is not None:
             params, own = self._params(client)
             self._autosave.save_session(self.conversation, params, own=own)
+
+    def save_turns(self, turns: Sequence[Turn]) -> None:
+        """Save turns that are other than before."""
+        for turn in turns:
+            self._autosave.changed(self.conversation, turn)
 
     def save_all(self) -> None:
         """Save the whole chat, into a new file."""
@@ -294,24 +299,46 @@ class AgentSession:
         self, client: EngineClient, turn: Turn, params: SamplingParams, *, offers: bool
     ) -> None:
         """Stream one answer. A request that was refused is sent again with less, if that helps."""
+        chat = self.conversation
+        room = Room(client, chat, self._offers, lambda: next(self._request_ids), self._say_apart)
+        try:
+            await self._ask_in_room(client, turn, params, room, offers=offers)
+        except ContextLengthError:
+            room.undo()
+            raise
+        finally:
+            if room.is_other:
+                self._autosave.changed(chat, room.holder)
+
+    async def _ask_in_room(
+        self,
+        client: EngineClient,
+        turn: Turn,
+        params: SamplingParams,
+        room: Room,
+        *,
+        offers: bool,
+    ) -> None:
+        chat, is_first = self.conversation, True
         while True:
-            tools = await self._offers.request_for(
-                self.conversation, turn, client.model, offers=offers
-            )
+            tools = await self._offers.request_for(chat, turn, client.model, offers=offers)
+            if is_first:
+                await room.make(params, refused=False)
+                is_first = False
             try:
                 await self._read(turn, self._asked(client, params, tools))
                 return
             except (RequestError, EngineError) as error:
                 if not turn.is_waiting:
                     raise
-                if self._offers.asks_again(self.conversation, turn, error, tools):
+                if self._offers.asks_again(chat, turn, error, tools):
                     continue
                 if not isinstance(error, ContextLengthError):
                     raise
                 if params.max_tokens is not None:  # the answer may have the rest of the context
                     params = replace(params, max_tokens=None)
-                elif not self._leaves_out(turn):
-                    raise ContextLengthError(f"{error} {FULL_WORDS}".strip()) from None
+                elif not await room.make(params, refused=True):
+                    raise ContextLengthError(f"{error} {full_words(chat)}".strip()) from None
 
     def _asked(
         self, client: EngineClient, params: SamplingParams, tools: ToolRequest | None
@@ -321,14 +348,6 @@ class AgentSession:
             prompt = tools.prompt(prompt)
         request_id = next(self._request_ids)
         return read_answer(client, prompt, params, request_id=request_id, tools=tools)
-
-    def _leaves_out(self, turn: Turn) -> bool:
-        """Leave some of the oldest turns out, if that is wanted and there are any."""
-        words = leave_out(self.conversation)
-        if words:
-            self.save()
-            self._note(turn, words)
-        return bool(words)
 
     async def _read(self, turn: Turn, answer: AsyncGenerator[AnswerNews, None]) -> None:
         async with contextlib.aclosing(answer) as stream:

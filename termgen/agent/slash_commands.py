@@ -3,6 +3,7 @@ without the model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from acp.schema import AvailableCommand, AvailableCommandInput, UnstructuredCommandInput
@@ -10,7 +11,7 @@ from acp.schema import AvailableCommand, AvailableCommandInput, UnstructuredComm
 from termgen.agent.full_context import fit
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.state.commands import COMMANDS, SlashCommand
-from termgen.tui.chat.state.conversation import Conversation
+from termgen.tui.chat.state.conversation import Conversation, Turn
 from termgen.tui.chat.state.tool_offers import described
 
 SERVED = ("system", "fit", "rename", "mcp")
@@ -23,6 +24,8 @@ class Commanded(Protocol):
     toolbox: Toolbox
 
     def save(self) -> None: ...
+
+    def save_turns(self, turns: Sequence[Turn]) -> None: ...
 
     def rename(self, title: str) -> None: ...
 
@@ -45,8 +48,9 @@ async def run_command(session: Commanded, command: SlashCommand, argument: str) 
     if command.name == "system":
         return _system(session, argument)
     if command.name == "fit":
-        words = fit(session.conversation, argument)
+        words, changed = fit(session.conversation, argument)
         session.save()
+        session.save_turns(changed)
         return words
     if command.name == "rename":
         return _rename(session, argument)

@@ -29,7 +29,15 @@ file ([engine], [server] and [chat] tables with the same names; [keys]), then de
 """
 POSITIONAL = {"chat": " [--plain | --inline question]", "generate": " [prompt]", "top": " [URL]"}
 
-CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens", "chat_db", "tools")
+CHAT_ONLY = (
+    "system_prompt",
+    "temperature",
+    "top_p",
+    "max_tokens",
+    "chat_db",
+    "context_policy",
+    "tools",
+)
 """Chat settings that `serve` has no flags for, as requests bring their own."""
 
 SCREEN_ONLY = ("theme", "dashboard_hz", "keys")

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from termgen.commands.exit_codes import INTERRUPTED, OK
@@ -21,7 +21,7 @@ from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
 
 if TYPE_CHECKING:
-    from termgen.client import EngineClient
+    from termgen.client import EngineClient, Message
     from termgen.commands.remote_command import RemoteTarget
     from termgen.tui.chat.state.conversation import AnswerStats
     from termgen.tui.paint.inline import AnswerWriter
@@ -36,7 +36,10 @@ MAX_PIPED_BYTES = 2 * 2**20
 
 def check_flags(layers: SettingLayers, mode: str) -> None:
     """Refuse settings for screens and saved chats, which these modes lack. `mode`: their flag."""
-    for name in ("theme", "dashboard_hz", "chat_db", "tools"):
+    names = ["theme", "dashboard_hz", "chat_db", "tools"]
+    if mode == "--inline":  # one question
+        names.append("context_policy")
+    for name in names:
         if layers.given(name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} has no effect with {mode}: leave it out", param=name)
@@ -160,14 +163,19 @@ def system_message(text: str | None) -> list[dict[str, str]]:
 
 
 async def stream_answer(
-    client: EngineClient, messages: list[dict[str, str]], ui: UIConfig, writer: AnswerWriter
+    client: EngineClient,
+    messages: Sequence[Message],
+    ui: UIConfig,
+    writer: AnswerWriter,
+    *,
+    stats: AnswerStats | None = None,
 ) -> tuple[str, bool]:
-    """Stream the answer; returns (text, interrupted by Ctrl-C)."""
+    """Stream the answer; returns (text, interrupted by Ctrl-C). stats: takes its figures."""
     from termgen.client import ChatPrompt
     from termgen.tui.chat.state.conversation import AnswerStats, sampling_params
 
     params = sampling_params(client.model.default_params, ui)
-    stats = AnswerStats(time.perf_counter())
+    stats = stats or AnswerStats(time.perf_counter())
     stream = client.generate(ChatPrompt([*messages]), params, request_id=REQUEST_ID)
     parts: list[str] = []
     with Interrupt(client) as interrupt:

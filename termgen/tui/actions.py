@@ -16,6 +16,7 @@ from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen, bench
 from termgen.tui.chat.approval_panel import ApprovalPanel
 from termgen.tui.chat.chat_keys import COPY_KEYS
 from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.context_panel import ContextPanel
 from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import LinksPanel
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
@@ -36,6 +37,7 @@ BOXES = (
     HistoryPanel,
     LinksPanel,
     FindPanel,
+    ContextPanel,
     ApprovalPanel,
     LensScreen,
     ModelScreen,
@@ -65,6 +67,8 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "chat.sessions",
         "chat.clear",
         "chat.fit",
+        "chat.compact",
+        "chat.context",
         "chat.rename",
         "chat.export",
         "chat.import",
@@ -126,6 +130,7 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("system prompt", [*SystemPromptPanel.BINDINGS, *first], TextArea.BINDINGS + every),
         Scope("earlier prompts", [*HistoryPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("find", [*FindPanel.BINDINGS, *first], Input.BINDINGS + every),
+        Scope("context", [*ContextPanel.BINDINGS, *first], every),
         Scope("approval", [*ApprovalPanel.BINDINGS, *first], every),
         Scope("engine", [*SilentScreen.BINDINGS, *app], every),
         Scope("bench", [*BenchScreen.BINDINGS, *app], every),

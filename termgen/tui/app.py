@@ -557,7 +557,7 @@ class TermgenApp(KeyedApp):
         now, has_draft = time.monotonic(), False
         if isinstance(self.screen, ChatScreen):
             if self.screen.is_streaming:
-                self.screen.dialogue.stop_answer()
+                self.screen.dialogue.stop_by_hand()
                 return
             has_draft = self.screen.put_draft_away()
         elif isinstance(self.screen, ApprovalPanel):

@@ -255,6 +255,36 @@ async def test_a_full_context_says_what_to_do(tmp_path: Path) -> None:
         )
     last = messages_of(engine.calls[-1])
     assert last[-1]["content"].startswith("third") and last[0]["content"] != "first question"
+    # what is left out is kept with the chat, and so is its end
+    wide, folder = engine_of("Four.", "Five.", max_model_len=2000), str(tmp_path)
+    async with serving(wide) as server:
+        for question, num_messages in (("4", len(last) + 2), ("5", 9)):
+            async with agent_process(tmp_path, "--url", server.url) as agent:
+                await agent.call.load_session(cwd=folder, session_id=session, mcp_servers=[])
+                await agent.ask(session, question)
+                assert len(messages_of(wide.calls[-1])) == num_messages
+                await agent.ask(session, "/fit off")
+
+
+async def test_a_chat_may_begin_with_a_policy(tmp_path: Path) -> None:
+    """The first turn stays, and a question that is too long alone says so."""
+    engine = engine_of(*["One."] * 30, max_model_len=160)
+    policy = ("--context-policy", "ends")
+    async with (
+        serving(engine) as server,
+        agent_process(tmp_path, "--url", server.url, *policy) as agent,
+    ):
+        session = await agent.session()
+        for number in range(8):
+            answer = await agent.ask(session, f"question {number}")
+            assert answer.stop_reason == "end_turn"
+        sent = [message["content"] for message in messages_of(engine.calls[-1])]
+        assert sent[0] == "question 0" and sent[-1] == "question 7" and len(sent) < 15
+        said = agent.client.text(session, "agent_thought_chunk")
+        assert "no longer sent: the context is full" in said
+        with pytest.raises(acp.RequestError, match="With the system prompt it has"):
+            await agent.ask(session, "x" * 400)
+        assert (await agent.ask(session, "well")).stop_reason == "end_turn"
 
 
 @pytest.mark.parametrize("after", [0, 2])

@@ -215,6 +215,9 @@ def test_chat_goes_on_with_one_chat_only(capsys: pytest.CaptureFixture[str]) -> 
     assert "keeps no chat" in error
     error = one_line_error(capsys, "chat", "--inline", "--chat-db", "off", "why?")
     assert "--chat-db has no effect" in error
+    error = one_line_error(capsys, "chat", "--inline", "--context-policy", "drop", "why?")
+    assert "--context-policy has no effect with --inline" in error
+    assert "summarise" in one_line_error(capsys, "chat", "--context-policy", "most")
 
 
 def test_chat_without_a_terminal_points_to_generate(capsys: pytest.CaptureFixture[str]) -> None:

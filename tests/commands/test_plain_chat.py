@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from cli_harness import nobodys_settings, one_line_error, run
-from fake_engine import FakeEngine, Script
+from fake_engine import FakeEngine, Script, make_model_info
 from server_harness import ANSWER, serving
 from test_generate_remote import in_thread, loading_until_asked
 
@@ -235,7 +235,7 @@ def test_one_question_on_a_dumb_terminal_is_plain_too() -> None:
 
 
 def test_help_names_every_command() -> None:
-    for command in ("/new", "/system", "/retry", "/fit", "/help", "/quit"):
+    for command in ("/new", "/system", "/retry", "/fit", "/compact", "/context", "/help", "/quit"):
         assert command in PLAIN_HELP
 
 
@@ -282,6 +282,65 @@ def test_a_full_context_goes_on_without_the_oldest_turns(
     monkeypatch.setattr(engine, "generate", small)
     shown = chat(engine, "one\ntwo\nthree\n/fit\nfour\n", monkeypatch, capsys)
     assert "/new begins another one, /fit leaves out the oldest turns." in shown
-    assert shown.count("The oldest turn is no longer sent: the context is full.") == 2
+    assert "In a full context the oldest turns are not sent." in shown
+    assert "Turns 1-2 are no longer sent: the context is full." in shown
     questions = [[text for role, text in each if role == "user"] for each in asked(engine)]
-    assert questions == [["one"], ["one", "two"], ["two", "three"], ["three", "four"]]
+    assert questions == [["one"], ["one", "two"], ["three"], ["three", "four"]]
+
+
+def summing() -> FakeEngine:
+    def script(call: Any) -> Script:
+        is_order = call.prompt.messages[-1]["content"].startswith("Summarise")
+        return Script(pieces=("They ", "counted.") if is_order else ("yes",) * 8)
+
+    return FakeEngine(script=script, model=make_model_info(max_model_len=2048))
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    [
+        ("drop", r"Turns 1-\d are no longer sent: the context is full.\n"),
+        ("ends", r"Turns 2-\d are no longer sent: the context is full.\n"),
+        (
+            "summarise",
+            r"The model summarises turns (2-\d)\. Ctrl-C stops it\.\n"
+            r"Turns \1 are no longer sent: the context is full\. The model's summary of turns \1 "
+            r"is sent instead:\nThey counted\.\n",
+        ),
+    ],
+)
+def test_a_policy_keeps_the_chat_going(
+    policy: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = summing()
+    typed = "".join(f"{number} {'x' * 250}\n" for number in range(1, 12)) + "/context\n"
+    shown = chat(engine, typed, monkeypatch, capsys, system_prompt="S", context_policy=policy)
+    assert re.search(line, shown), shown
+    assert shown.count("yes" * 8) == 11 and "Not sent" not in shown
+    assert asked(engine)[-1][-1][1].startswith("11 ") and asked(engine)[-1][0][0] == "system"
+    assert re.search(r"free +[\d,]+\nThe model reads 2,048 tokens", shown)
+    assert "Leaving turns out before turn" in shown
+
+
+def test_compact_in_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = summing()
+    typed = f"/compact\n1 {'x' * 200}\n2 {'x' * 200}\n3\n/compact the x\n4\n/fit off\n5\n/fit all\n"
+    shown = chat(engine, typed, monkeypatch, capsys)
+    assert "There is nothing to summarise yet." in shown and "/fit goes on without" in shown
+    assert "Turn 2 is no longer sent. The model's summary of turn 2 is sent instead:" in shown
+    order, after, last = asked(engine)[-3:]
+    assert order[-1][1].endswith("concerns this: the x")
+    heading = "Summary of turn 2, made by the model:\nThey counted."
+    assert after[0] == ("system", heading) and after[-1] == ("user", "4")
+    assert len(last) == 9 and last[0][0] == "user", "all five are sent again"
+
+
+def test_a_message_that_is_too_long_is_refused_with_its_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = summing()
+    shown = chat(engine, f"{'x' * 3000}\nshort\n", monkeypatch, capsys)
+    assert "This message is too long. With the system prompt it has 3,0" in shown
+    assert asked(engine)[-1] == [("user", "short")]

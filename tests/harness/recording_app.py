@@ -27,9 +27,11 @@ from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen
 from termgen.tui.bench.bench_view import BenchView
 from termgen.tui.chat.approval_panel import ApprovalPanel
 from termgen.tui.chat.chat_screen import ChatScreen
+from termgen.tui.chat.context_panel import ContextPanel
 from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import Link, LinksPanel
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
+from termgen.tui.chat.state.context_policy import ContextPolicy
 from termgen.tui.chat.state.conversation import Turn
 from termgen.tui.chat.token_lens import LensScreen
 from termgen.tui.chat.widgets.transcript import Transcript
@@ -65,6 +67,7 @@ OVER: dict[str, Callable[[], Screen[Any]]] = {
     "system prompt": lambda: SystemPromptPanel(""),
     "earlier prompts": lambda: HistoryPanel(["one", "two"]),
     "find": lambda: FindPanel([Turn("one"), Turn("two")]),
+    "context": lambda: ContextPanel(_never, ContextPolicy.ASK),
     "approval": lambda: ApprovalPanel(
         ToolCall("files_read", "{}"),
         Offered("files_read", "files", Tool(name="read", description="", schema={}, call=_never)),

@@ -51,6 +51,8 @@ ACTION_OF_COMMAND = {
     "regex": "chat.regex",
     "choice": "chat.choice",
     "fit": "chat.fit",
+    "compact": "chat.compact",
+    "context": "chat.context",
     "retry": "chat.retry",
     "edit": "chat.edit",
     "find": "chat.find",

@@ -23,10 +23,12 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.tui.chat.approval_panel import ApprovalPanel
+from termgen.tui.chat.context_panel import ContextPanel
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import Conversation
 from termgen.tui.chat.widgets.prompt import Prompt
 from termgen.tui.dashboard.dashboard_keys import PAGES
+from termgen.tui.paint.canvas import Canvas
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 THEMES = ["termgen-dark", "termgen-light"]
@@ -190,3 +192,53 @@ def test_approval(snap_compare: Compare, theme: str) -> None:
     engine = chat_engine(Script(pieces=pieces(call)), tool_format=KNOWS_TOOLS)
     app = FrozenApp(engine, ui=UIConfig(theme=theme), toolbox=box_of())
     assert snap_compare(app, terminal_size=(80, 24), run_before=tool_asked)
+
+
+FULL_SUMMARY = (
+    "The user plans a trip to Oslo in May with Ann and two dogs, has booked the night train, and "
+    "asked what to pack. Open: whether the hotel takes dogs."
+)
+
+
+def full_app() -> FrozenApp:
+    """A chat that has summaries made in a small context."""
+
+    def script(call: Any) -> Script:
+        is_order = call.prompt.messages[-1]["content"].startswith("Summarise the conversation")
+        return Script(
+            pieces=pieces(FULL_SUMMARY) if is_order else ("Take a warm coat along. ",) * 4
+        )
+
+    ui = UIConfig(system_prompt="Be brief.", max_tokens=64, context_policy="summarise")
+    return FrozenApp(chat_engine(script, max_model_len=4096), ui=ui)
+
+
+async def full(pilot: Pilot[Any]) -> None:
+    app = await begin(pilot)
+    for number in range(1, 30):
+        words = "What else should be in the bags of each of us? " * 8
+        await ask(app, pilot, f"{number}. {words}")
+        if app.chat.conversation.cut.num_left_out:
+            break
+    await wait_until(pilot, lambda: app.chat.dialogue.fitting.meter is not None)
+    await pilot.pause()
+
+
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_chat_with_a_summary(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(full_app(), terminal_size=size, run_before=full)
+
+
+async def full_context(pilot: Pilot[Any]) -> None:
+    await full(pilot)
+    app = app_of(pilot)
+    await pilot.press("alt+k")
+    await wait_until(pilot, lambda: isinstance(app.screen, ContextPanel))
+    meter = app.screen.query_one("#context-meter", Canvas)
+    await wait_until(pilot, lambda: "history" in meter.text)
+    await pilot.pause()
+
+
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_context_panel(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(full_app(), terminal_size=size, run_before=full_context)

@@ -118,6 +118,14 @@ KEYS = [
         tooltip="When the context is full, go on without the oldest turns (/fit)",
     ),
     Binding(
+        "alt+k",
+        "context",
+        "Context",
+        show=False,
+        id="chat.context",
+        tooltip="What the context holds, and what is done when it is full (/context)",
+    ),
+    Binding(
         "f2",
         "app.show('dashboard')",
         "Engine",
@@ -250,6 +258,7 @@ COMMAND_KEYS = [
     _begins("schema", "alt+j", "JSON schema", "Ask for answers as JSON of a schema"),
     _begins("regex", "alt+x", "Regular expression", "Ask for answers that match an expression"),
     _begins("choice", "alt+c", "Choice", "Ask for answers that are one of some"),
+    _begins("compact", "alt+y", "Summarise", "Send a summary in place of the older turns"),
     _begins("rename", "alt+n", "Rename this chat", "Give this chat a name"),
     _begins("export", "alt+w", "Export", "Write this chat to a file"),
     _begins("import", "alt+i", "Import", "Open a chat that was exported as JSON"),

@@ -22,6 +22,7 @@ from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.answer_tools import AnswerTools
 from termgen.tui.chat.asking import QuestionFiles, Settings
 from termgen.tui.chat.chat_keys import COMMAND_KEYS, COPY_KEYS, KEYS, TOOL_KEYS
+from termgen.tui.chat.context_panel import short_meter
 from termgen.tui.chat.dialogue import Dialogue
 from termgen.tui.chat.panels import HistoryPanel
 from termgen.tui.chat.saved.autosave import Autosave
@@ -30,6 +31,7 @@ from termgen.tui.chat.saved_chats import SavedChats
 from termgen.tui.chat.state import attachments as files
 from termgen.tui.chat.state import commands
 from termgen.tui.chat.state.attachments import Attachment
+from termgen.tui.chat.state.context_policy import POLICY_WORDS, ContextPolicy, short_cut_words
 from termgen.tui.chat.state.conversation import AnswerState, Conversation, PromptHistory
 from termgen.tui.chat.state.doubts import Doubts
 from termgen.tui.chat.system_prompt import SystemPrompt
@@ -54,6 +56,8 @@ from termgen.tui.paint.canvas_screen import ThemedScreen
 from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.spans import Row, cut
 
+METER_SHARE = 0.5
+"""Share of the context from which on the status line says what it holds."""
 STOP_GRACE_S = 0.7
 """Seconds after the end of an answer in which esc is taken as meant for the answer."""
 
@@ -149,6 +153,7 @@ class ChatScreen(ThemedScreen):
         name = clean_line(client.model.model_id)
         self.settings.set_client(client)
         self.dialogue.tokens.clear()  # another model may have other tokens
+        self.dialogue.fitting.forget_counts()
         self._show_when_empty()
         if failure is not None:
             self.view.note_fault(failure, hint=f"{name} answers as before.")
@@ -162,7 +167,12 @@ class ChatScreen(ThemedScreen):
         self.transcript.set_empty(rows)
 
     def _new_conversation(self) -> Conversation:
-        return Conversation(system_prompt=self._ui.system_prompt)
+        return self._empty(self._ui.system_prompt)
+
+    def _empty(self, system_prompt: str | None) -> Conversation:
+        conversation = Conversation(system_prompt=system_prompt)
+        conversation.policy = ContextPolicy(self._ui.context_policy)
+        return conversation
 
     def _settings_changed(self) -> None:
         self.dialogue.save_settings()
@@ -386,8 +396,16 @@ class ChatScreen(ThemedScreen):
         def off() -> list[tuple[str, str]]:
             return [("off", "what was set is removed")]
 
-        named = dict.fromkeys(("system", "attach", "schema", "regex", "choice", "fit"), off)
-        return {**named, "theme": chosen_themes, "code": blocks, "save": blocks}
+        named = dict.fromkeys(("system", "attach", "schema", "regex", "choice"), off)
+        fits = [(policy.value, POLICY_WORDS[policy]) for policy in list(ContextPolicy)[1:]]
+        fits.append(("off", "every turn is sent again"))
+        return {
+            **named,
+            "fit": lambda: fits,
+            "theme": chosen_themes,
+            "code": blocks,
+            "save": blocks,
+        }
 
     def action_stop(self) -> None:
         """One step back: leave the list of chats, else stop the answer, else give up an edit, else
@@ -396,7 +414,7 @@ class ChatScreen(ThemedScreen):
         if self.saved.leave_panel():
             return
         if self.is_streaming:
-            self.dialogue.stop_answer()
+            self.dialogue.stop_by_hand()
         elif self.dialogue.editing is not None:
             self.dialogue.end_editing()
         elif self.is_browsing or not self.prompt.has_focus:
@@ -406,7 +424,7 @@ class ChatScreen(ThemedScreen):
             self.begin_browsing()
 
     def action_clear(self) -> None:
-        self.show_conversation(Conversation(system_prompt=self.conversation.system_prompt))
+        self.show_conversation(self._empty(self.conversation.system_prompt))
         self.prompt.focus()
 
     def action_new_chat(self) -> None:
@@ -415,9 +433,12 @@ class ChatScreen(ThemedScreen):
 
     def action_fit(self) -> None:
         """Leave out the oldest turns, and send the message that did not fit again."""
-        self.dialogue.fit("")
+        self.dialogue.fitting.fit("")
         if self.prompt.text.strip() and not self.is_streaming:
             self.prompt.action_submit()
+
+    def action_context(self) -> None:
+        self.dialogue.fitting.open_panel()
 
     def action_begin_command(self, name: str) -> None:
         """Begin a command that needs an argument. The prompt's text goes to the history."""
@@ -526,7 +547,9 @@ class ChatScreen(ThemedScreen):
             "schema": partial(self.settings.set_form, "schema"),
             "regex": partial(self.settings.set_form, "regex"),
             "choice": partial(self.settings.set_form, "choice"),
-            "fit": self.dialogue.fit,
+            "fit": self.dialogue.fitting.fit,
+            "compact": self._compact,
+            "context": alone(self.dialogue.fitting.open_panel),
             "retry": alone(self.dialogue.regenerate),
             "edit": alone(self.dialogue.edit),
             "find": self.dialogue.find,
@@ -544,6 +567,12 @@ class ChatScreen(ThemedScreen):
             "quit": app("app.quit"),
         }
 
+    def _compact(self, focus: str) -> None:
+        if self.is_streaming:
+            self.dialogue.say_streaming()
+        else:
+            self.dialogue.fitting.compact(focus)
+
     def _set_theme(self, name: str) -> None:
         if not name:
             self.call_later(self.app.run_action, "app.change_theme")
@@ -553,9 +582,16 @@ class ChatScreen(ThemedScreen):
             names = ", ".join(n for n in self.app.available_themes if n.startswith("termgen"))
             self.view.note(f"No theme {clean_line(name)!r}. There are {names}, and Textual's own.")
 
+    def _meter_words(self) -> str:
+        """What the context holds, once it is half full or something is left out."""
+        meter, is_cut = self.dialogue.fitting.meter, self.conversation.cut.num_left_out > 0
+        if meter is None or not meter.limit or self.is_streaming:
+            return ""
+        return short_meter(meter) if is_cut or meter.share > METER_SHARE else ""
+
     def _paint_status(self, width: int, _height: int) -> Sequence[Row]:
-        turns, left_out = self.conversation.turns, self.conversation.num_left_out
-        sent = (f"from turn {left_out + 1}",) if left_out else ()
+        turns, left_out = self.conversation.turns, short_cut_words(self.conversation.cut)
+        sent = (left_out,) if left_out else ()
         status = ChatStatus(
             stats=turns[-1].stats if turns else None,
             streaming=self.is_streaming,
@@ -564,5 +600,6 @@ class ChatScreen(ThemedScreen):
             changes=(*sent, *self.settings.changed_words()),
             now_s=self._clock(),
             behind=self.is_streaming and not self.transcript.at_end,
+            meter=self._meter_words(),
         )
         return [status_row(self.settings.client.model, status, width)]

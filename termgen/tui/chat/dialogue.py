@@ -17,7 +17,6 @@ from typing import Any
 from textual.timer import Timer
 from textual.worker import Worker
 
-from termgen.client import ChatPrompt
 from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
 from termgen.tools.calls import MAX_ROUNDS, ToolCall, run_rounds
 from termgen.tools.request import ToolRequest
@@ -25,14 +24,15 @@ from termgen.tools.text import result_chars
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.asking import QuestionFiles, Settings
 from termgen.tui.chat.find_panel import FindPanel
+from termgen.tui.chat.fitting import Fitting
 from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_records import restored_params
 from termgen.tui.chat.state.answer_branch import Branch, branch_at, read_branch
 from termgen.tui.chat.state.answer_tokens import AnswerTokens, score_text, score_written
 from termgen.tui.chat.state.attachments import Attachment
+from termgen.tui.chat.state.context_policy import ContextPolicy
 from termgen.tui.chat.state.conversation import AnswerState, Conversation, Turn, title_of
-from termgen.tui.chat.state.full_context import least_that_fits
-from termgen.tui.chat.state.thoughts import AnswerNews, read_answer
+from termgen.tui.chat.state.thoughts import AnswerNews
 from termgen.tui.chat.state.token_scores import TokenScores
 from termgen.tui.chat.token_lens import Choice, LensScreen
 from termgen.tui.chat.tool_turns import ToolTurns
@@ -44,8 +44,6 @@ from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
 FLUSH_HZ = 15.0
-ANSWER_TOKENS = 512
-"""Tokens kept free for an answer of no given length, in a context that large."""
 FLUSH_SHARE = 0.25
 """Largest share of the thread's time that drawing the answer may take."""
 
@@ -98,6 +96,18 @@ class Dialogue:
         )
         self._sent_tools: ToolRequest | None = None
         """The tools of the request that is streaming, or was last."""
+        self.fitting = Fitting(
+            view,
+            settings,
+            files,
+            autosave,
+            conversation=lambda: self.conversation,
+            put_above=self._put_above,
+            save=self.save_settings,
+            tools_of=lambda: self.tool_turns.shower(self.conversation, settings.client.model),
+            offered=lambda: self.tool_turns.offerer(self.conversation, settings.client.model),
+            on_compacted=self._compacted,
+        )
 
     def start(self) -> None:
         """Begin to draw answers. The screen calls it when it is mounted."""
@@ -106,7 +116,8 @@ class Dialogue:
 
     @property
     def is_streaming(self) -> bool:
-        return self._streaming is not None
+        """True while the model writes: an answer, or the summary of `/compact`."""
+        return self._streaming is not None or self.fitting.is_compacting
 
     def say_streaming(self) -> None:
         """Say that an answer must end first."""
@@ -186,7 +197,7 @@ class Dialogue:
         else:
             aborted = turn.stats.finish_reason is FinishReason.ABORT
             self._finish(turn, AnswerState.STOPPED if aborted else AnswerState.DONE)
-            self._say_if_full(turn)
+            self.fitting.say_if_full(turn)
 
     async def _answer_in_rounds(
         self, turn: Turn, entry: AnswerEntry, params: SamplingParams
@@ -215,20 +226,19 @@ class Dialogue:
                 self.conversation, turn, model, offers=offers
             )
             try:
-                answer = self._answer_that_fits(turn, params, next(self._request_ids))
+                request_id = next(self._request_ids)
+                answer = self.fitting.answer(
+                    self.conversation, turn, params, request_id=request_id, tools=tools
+                )
                 await self._read(turn, entry, answer)
                 return
             except (RequestError, EngineError) as error:
-                chat, again = self.conversation, self.tool_turns.asks_again
-                if not (turn.is_waiting and again(chat, turn, error, tools)):
+                chat = self.conversation
+                if not turn.is_waiting or not (
+                    self.fitting.asks_again(chat, turn, error)
+                    or self.tool_turns.asks_again(chat, turn, error, tools)
+                ):
                     raise
-
-    def _prompt(self, num_left_out: int | None = None) -> ChatPrompt:
-        """The prompt for the path, with the tools that are offered."""
-        return self._with_tools(self.conversation.prompt(num_left_out))
-
-    def _with_tools(self, prompt: ChatPrompt) -> ChatPrompt:
-        return prompt if self._sent_tools is None else self._sent_tools.prompt(prompt)
 
     def _calls_changed(self) -> None:
         turn = self._streaming
@@ -252,133 +262,19 @@ class Dialogue:
                 if first:
                     self.flush()
 
-    # a context that is full
-
-    async def _answer_that_fits(
-        self, turn: Turn, params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[AnswerNews, None]:
-        """Stream the answer to the path. A request too long for the context is sent again: first
-        without `max_tokens`, so that the answer has the rest of the context, then, if the user
-        wants that, without the oldest turns."""
-        chat, entries = self.conversation, self._view.transcript.entries
-        left_out, too_many = chat.num_left_out, 0
-        if chat.fits_itself and self._is_nearly_full(turn, params):
-            await self._leave_out(turn, params)
-        while True:
-            answer = read_answer(
-                self._settings.client,
-                self._prompt(),
-                params,
-                request_id=request_id,
-                tools=self._sent_tools,
-            )
-            try:
-                async with contextlib.aclosing(answer) as stream:
-                    async for news in stream:
-                        if too_many:
-                            words = f"max_tokens {too_many} is more than the context leaves"
-                            self._say_above(turn, f"{words}; the answer may take what is left.")
-                            too_many = 0
-                        yield news
-                return
-            except ContextLengthError:
-                if turn.is_waiting and params.max_tokens is not None:
-                    too_many = params.max_tokens
-                    params = replace(params, max_tokens=None)
-                elif not (turn.is_waiting and chat.fits_itself) or not await self._leave_out(
-                    turn, params, refused=True
-                ):
-                    chat.num_left_out = left_out  # it did not help
-                    self._view.transcript.set_entries(entries)
-                    raise
-
-    def _room_wanted(self, params: SamplingParams) -> int:
-        """Tokens that an answer should have."""
-        return min(
-            self._settings.client.model.max_model_len // 4, params.max_tokens or ANSWER_TOKENS
-        )
-
-    def _is_nearly_full(self, turn: Turn, params: SamplingParams) -> bool:
-        """True if the path may be too long, so that its tokens are worth counting."""
-        before = turn.parent.stats.context_tokens if turn.parent is not None else 0
-        messages = turn.messages(self.conversation.result_chars)
-        asked = sum(len(message["content"]) for message in messages)
-        limit = self._settings.client.model.max_model_len
-        return bool(limit) and before + asked > limit - self._room_wanted(params)
-
-    async def _leave_out(
-        self, turn: Turn, params: SamplingParams, *, refused: bool = False
-    ) -> bool:
-        """Leave more of the oldest turns out, with a notice. False if there are no more."""
-        chat, last = self.conversation, len(self.conversation.turns) - 1
-        before = min(chat.num_left_out, last)
-        least = before + refused
-        if least > last:
-            return False
-        wanted = await self._num_to_leave_out(least, last, params)
-        if wanted is None:  # tokens cannot be counted here: try with a third less
-            wanted = min(last, max(least, before + (last - before + 2) // 3)) if refused else before
-        if wanted > before:
-            chat.num_left_out = wanted
-            self.save_settings()
-            which = "Turn 1 is" if wanted == 1 else f"Turns 1-{wanted} are"
-            self._say_above(turn, f"{which} no longer sent: the context is full.")
-        return wanted > before
-
-    async def _num_to_leave_out(self, least: int, last: int, params: SamplingParams) -> int | None:
-        """The least number of oldest turns to leave out so that an answer has room; None if the
-        engine cannot count tokens, or its context length is unknown."""
-        client = self._settings.client
-        limit = client.model.max_model_len
-        if not limit:
-            return None
-        room = limit - self._room_wanted(params)
-        return await least_that_fits(client, self._prompt, room, least, last)
-
     def _say_above(self, turn: Turn, text: str) -> None:
         """Add a notice before a shown turn."""
+        self._put_above(turn, NoticeEntry(text))
+
+    def _put_above(self, turn: Turn | None, notice: NoticeEntry) -> None:
+        """Add a notice before a shown turn; None: at the end."""
         entries = list(self._view.transcript.entries)
-        entries.insert(entries.index(self._entries[turn][0]), NoticeEntry(text))
+        at = len(entries) if turn is None else entries.index(self._entries[turn][0])
+        entries.insert(at, notice)
         self._view.transcript.set_entries(entries)
 
-    def _say_if_full(self, turn: Turn) -> None:
-        """Add a notice if the answer ended because the context is full."""
-        stats, limit = turn.stats, self._settings.client.model.max_model_len
-        is_full = 0 < limit <= stats.context_tokens + 1
-        if stats.finish_reason is FinishReason.LENGTH and is_full:
-            self._view.note(self._full_words(), hint=self._remedies())
-
-    def _full_words(self) -> str:
-        limit = self._settings.client.model.max_model_len
-        most = f": the model reads {limit:,} tokens at most" if limit else ""
-        return f"The context is full{most}."
-
-    def _remedies(self) -> str:
-        """Remedies for a full context, first those that keep the chat."""
-        fit, new = self._view.key("chat.fit"), self._view.key("chat.new")
-        remedies = [f"{new} begins a new chat"]
-        if self.conversation.turns and not self.conversation.fits_itself:
-            remedies.insert(0, f"{fit} goes on without the oldest turns, which stay on the screen")
-        if self._files.attached:
-            remedies.append("/attach off leaves the files out")
-        return "; ".join(remedies) + "."
-
-    def fit(self, argument: str) -> None:
-        """`/fit`: leave out the oldest turns of a full context; `/fit off`: send all again."""
-        chat = self.conversation
-        if argument not in ("", "off"):
-            self._view.refuse("/fit goes on without the oldest turns, /fit off sends all of them")
-            return
-        chat.fits_itself = not argument
-        if argument:
-            chat.num_left_out = 0
-            self._view.note("Every turn is sent again.")
-        else:
-            self._view.note(
-                "In a full context the oldest turns are not sent. `/fit off` ends that."
-            )
-        self.save_settings()
-        self._view.status.repaint()
+    def _compacted(self, is_stopped: bool) -> None:
+        self._on_ended(AnswerState.STOPPED if is_stopped else AnswerState.DONE)
 
     # -- settings of the chat --------------------------------------------------------------
 
@@ -393,6 +289,8 @@ class Dialogue:
         """Take settings from the command line, which override those of a resumed chat."""
         if "system_prompt" in given:
             self.conversation.system_prompt = given["system_prompt"]
+        if "context_policy" in given:
+            self.conversation.policy = ContextPolicy(given["context_policy"])
         self._settings.params = restored_params(given, self._settings.params)
 
     # -- the end of an answer --------------------------------------------------------------
@@ -409,6 +307,7 @@ class Dialogue:
         self._flush_while(False)
         self._view.status.repaint()
         self._view.screen.refresh_bindings()
+        self.fitting.count()
         self._on_ended(state)
 
     def _fail(self, turn: Turn, error: TermgenError) -> None:
@@ -419,10 +318,8 @@ class Dialogue:
         hint = self._take_back(turn) if turn.is_bare else ""
         text = str(error)
         if isinstance(error, ContextLengthError):
-            hint = f"{hint} {self._remedies()}".strip()
-            text = self._full_words()
-            if not self.conversation.turns or self.conversation.fits_itself:
-                text = f"This message is too long. {text}"
+            hint = f"{hint} {self.fitting.remedies()}".strip()
+            text = self.fitting.refusal(error)
         elif not self._settings.client.is_healthy:
             leave = f"leave with {self._view.key('app.quit')} and start again"
             hint = f"{hint} The engine has stopped: {leave}.".strip()
@@ -468,13 +365,22 @@ class Dialogue:
         self._next_flush_s = started + spent / FLUSH_SHARE if spent > 0.02 else 0.0
 
     def stop_answer(self) -> None:
-        """Stop the answer; its text so far is kept."""
+        """Stop the answer, whose text so far is kept, or the summary of `/compact`."""
+        self.fitting.stop_compacting()
         turn, worker = self._streaming, self._worker
         if turn is None:
             return
         if worker is not None:
             worker.cancel()  # closes the stream, which aborts the request
         self._finish(turn, AnswerState.STOPPED)
+
+    def stop_by_hand(self) -> None:
+        """Stop what the model writes. A question that waited for a summary comes back."""
+        turn, is_early = self._streaming, self.fitting.is_summarising
+        self.stop_answer()
+        if turn is not None and is_early and turn.is_bare:
+            back = self._take_back(turn)
+            self._view.note("The summary was stopped, and nothing was sent.", hint=back)
 
     def show(self, conversation: Conversation) -> None:
         """Show another conversation. A streaming answer stops, and editing ends."""
@@ -484,6 +390,8 @@ class Dialogue:
         self._entries.clear()
         self._view.transcript.clear()
         self.show_path()
+        self.fitting.say_cut()
+        self.fitting.count()
         self._view.transcript.to_end()
 
     def show_path(self) -> None:
@@ -641,7 +549,9 @@ class Dialogue:
         async def get_scores() -> TokenScores:
             if written is not None:
                 return await score_written(client, written)
-            prompt = self._with_tools(self.conversation.prompt_with_answer(turn))
+            prompt = self.conversation.prompt_with_answer(turn)
+            if self._sent_tools is not None:
+                prompt = self._sent_tools.prompt(prompt)
             return await score_text(client, prompt, turn.answer)
 
         def use(choice: Choice | None) -> None:

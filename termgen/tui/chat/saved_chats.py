@@ -128,6 +128,7 @@ class SavedChats:
             if self._dialogue.conversation is not conversation:
                 return
             self._seen = seen
+            cut = conversation.cut
             added, changed = take_others(conversation, turns, own=self._asked_here)
         except ChatStoreError as error:
             if self._seen is not None and self._seen[0] == session_id:
@@ -136,6 +137,9 @@ class SavedChats:
             return
         if added or changed:
             self._dialogue.show_others(added, changed)
+        if conversation.cut != cut:
+            self._dialogue.fitting.say_cut()
+            self._view.status.repaint()
 
     # -- the panel -------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class ToolTurns:
         self._runner = CallRunner(toolbox, self._approve, on_change)
         offers = ToolOffers(toolbox, say)
         self.request_for, self.asks_again = offers.request_for, offers.asks_again
+        self.shower, self.offerer = offers.shower, offers.offerer
 
     def start(self) -> None:
         """Start the providers. The screen calls it when it is mounted."""

@@ -282,7 +282,7 @@ async def test_the_prompt_lists_commands_while_one_is_typed() -> None:
         await pilot.pause()
         completion = app.chat.area.completion
         names = [line.replace("▸", "").split()[0] for line in completion.text.splitlines()]
-        assert names == ["/clear", "/copy", "/code", "/choice"]
+        assert names == ["/clear", "/copy", "/code", "/choice", "/compact", "/context"]
         await type_text(pilot, "l")
         await pilot.pause()
         assert completion.text.startswith("▸ /clear  begin anew")

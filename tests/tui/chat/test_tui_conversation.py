@@ -230,5 +230,6 @@ def test_commands_are_told_from_messages() -> None:
     assert commands.parse("/etc/passwd is a file") is None
     assert commands.parse("clear") is None
     assert commands.parse("/clear\nmore") is None
-    assert [c.name for c in commands.matching("/c")] == ["clear", "copy", "code", "choice"]
+    names = ["clear", "copy", "code", "choice", "compact", "context"]
+    assert [c.name for c in commands.matching("/c")] == names
     assert commands.matching("/clear now") == []

@@ -36,6 +36,7 @@ SCENES += (
     "system prompt",
     "earlier prompts",
     "find",
+    "context",
     "approval",
     "silent",
     "bench",

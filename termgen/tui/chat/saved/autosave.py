@@ -41,9 +41,15 @@ class Autosave:
     ) -> None:
         """A turn was added to the path. `own` is what `session_record` takes by this name."""
         self.save_session(conversation, params, own=own)
+        if turn.parent is not None and turn.parent.cut is not None:
+            self._save_turn(conversation, turn.parent)  # it may come from an older file's settings
         self._save_turn(conversation, turn)
         self.chose(conversation, turn)
         self._saved_s = self._clock()
+
+    def changed(self, conversation: Conversation, turn: Turn) -> None:
+        """Something of a turn that had ended is other than before."""
+        self._save_turn(conversation, turn)
 
     def streamed(self, conversation: Conversation, turn: Turn) -> None:
         """Note that an answer's text has grown."""

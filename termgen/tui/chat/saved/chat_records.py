@@ -21,7 +21,9 @@ from termgen.errors import ChatStoreError, RequestError
 from termgen.tools.calls import ToolCall
 from termgen.tools.text import escaped
 from termgen.tui.chat.state.attachments import Attachment, with_name
+from termgen.tui.chat.state.context_policy import ContextPolicy, Cut, Summary, cut_words
 from termgen.tui.chat.state.conversation import AnswerState, AnswerStats, Conversation, Turn
+from termgen.tui.chat.state.summary import tidied
 from termgen.tui.chat.state.thoughts import Thought
 from termgen.tui.chat.state.tool_rounds import ToolRound, as_records, call_of
 from termgen.vocabulary.request import FinishReason
@@ -49,8 +51,13 @@ PARAM_NAMES = (
 SET_BY_HAND = "set"
 """Key in `SessionRecord.params`: names of the parameters that the user set."""
 
+POLICY = "context_policy"
+"""Key in `SessionRecord.params`: what is done when the context is full."""
 LEFT_OUT = "left_out_turns"
-"""Key in `SessionRecord.params`: the number of oldest turns that are not sent any more."""
+"""Key in `SessionRecord.params` of older versions: the number of oldest turns that are not sent;
+there if the policy was to leave out some."""
+
+POLICIES = tuple(policy.value for policy in ContextPolicy)
 
 FOLDER = "folder"
 """Key in `SessionRecord.params`: the folder of a chat that a client of the protocol has begun."""
@@ -112,8 +119,7 @@ def session_record(
     held: dict[str, Any] = {name: getattr(params, name) for name in PARAM_NAMES}
     if own is not None:
         held[SET_BY_HAND] = [name for name in PARAM_NAMES if held[name] != getattr(own, name)]
-    if conversation.fits_itself:
-        held[LEFT_OUT] = conversation.num_left_out
+    held[POLICY] = conversation.policy.value
     now_s = time.time()
     turns = conversation.turns
     if conversation.folder:
@@ -172,8 +178,10 @@ def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conv
     folder = session.params.get(FOLDER)
     conversation.folder = folder if isinstance(folder, str) else ""
     left_out = session.params.get(LEFT_OUT)
-    if type(left_out) is int and left_out >= 0:
-        conversation.fits_itself, conversation.num_left_out = True, left_out
+    if session.params.get(POLICY) in POLICIES:
+        conversation.policy = ContextPolicy(session.params[POLICY])
+    elif type(left_out) is int and left_out >= 0:
+        conversation.policy = ContextPolicy.DROP
     made = {
         record.turn_id: _readable_turn(record, f"turns[{index}]")
         for index, record in enumerate(turns)
@@ -187,6 +195,9 @@ def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conv
         parent.children.append(turn)
         if record.is_chosen or parent.chosen is None:
             parent.chosen = turn
+    path = conversation.turns
+    if POLICY not in session.params and type(left_out) is int and 0 < left_out < len(path):
+        path[-1].cut = Cut(upto=left_out)
     return conversation
 
 
@@ -200,6 +211,8 @@ def take_others(
     added, changed = [], []
     for index, record in enumerate(turns):
         turn = known.get(record.turn_id)
+        if turn is not None and turn.cut is None and conversation.policy is not ContextPolicy.ASK:
+            turn.cut = _readable_turn(record, f"turns[{index}]").cut
         if turn is not None and (record.turn_id in own or _is_same(turn, record)):
             continue
         fresh = _readable_turn(record, f"turns[{index}]")
@@ -336,7 +349,10 @@ def as_markdown(session: SessionRecord, conversation: Conversation) -> str:
     if conversation.system_prompt:
         quoted = "\n".join(f"> {line}" for line in conversation.system_prompt.splitlines())
         parts.append(f"System prompt:\n\n{quoted}")
-    for turn in conversation.turns:
+    cut = conversation.cut
+    for index, turn in enumerate(conversation.turns):
+        if cut.num_left_out and index == cut.upto:
+            parts.append(_folded_cut(cut))
         parts += ["## You", *map(_folded_file, turn.attachments), turn.question.rstrip()]
         if turn.answer or turn.thought.text or turn.rounds:
             parts.append(f"## {turn.model_id or session.model_id or 'Answer'}")
@@ -355,6 +371,16 @@ def as_markdown(session: SessionRecord, conversation: Conversation) -> str:
 def _folded_file(file: Attachment) -> str:
     """A folded block with the file as the model saw it."""
     return _folded(f"Attached: {file.name} ({file.num_bytes:,} bytes)", with_name(file))
+
+
+def _folded_cut(cut: Cut) -> str:
+    """A line about what is not sent, with the summary that is sent instead folded below it."""
+    line = f"*{cut_words(cut)}.*"
+    if cut.summary is None:
+        return line
+    heading, _, text = cut.summary.message.partition("\n")
+    quoted = "\n".join(f"> {part}".rstrip() for part in _DETAILS.sub("&lt;", text).splitlines())
+    return f"{line}\n\n{_folded(heading.rstrip(':'), quoted)}"
 
 
 def _folded_call(call: ToolCall) -> str:
@@ -396,6 +422,8 @@ def extras_of(turn: Turn) -> dict[str, Any]:
         extras["form"] = {form.kind: form.value}
     if turn.num_kept_tokens:
         extras["kept_tokens"] = turn.num_kept_tokens
+    if turn.cut is not None:
+        extras["cut"] = asdict(turn.cut)
     if turn.rounds:
         extras["rounds"] = as_records(turn.rounds)
         extras["earlier_tokens"] = turn.stats.earlier_tokens
@@ -423,9 +451,33 @@ def restore_extras(turn: Turn, extras: Mapping[str, Any]) -> None:
     if type(kept) is not int or kept < 0:
         raise ValueError("kept_tokens is no number of tokens")
     turn.num_kept_tokens = kept
+    turn.cut = _cut_of(extras.get("cut"))
     turn.rounds = [_round_of(dict(one)) for one in extras.get("rounds") or ()]
     earlier = int(extras.get("earlier_tokens") or 0)
     turn.stats.earlier_tokens = max(0, min(earlier, turn.stats.output_tokens))
+
+
+def _cut_of(record: Any) -> Cut | None:
+    """Raises ValueError or TypeError."""
+    if record is None:
+        return None
+    values = dict(record)
+    given = values.get("summary")
+    ends = () if given is None else (dict(given).get("first"), dict(given).get("last"))
+    first, upto, pruned, *places = (
+        _number_of_turns(number)
+        for number in (values.get("first"), values.get("upto"), values.get("pruned"), *ends)
+    )
+    summary = None
+    if given is not None:
+        summary = Summary(tidied(_text(given.get("text"))), *places)
+    return Cut(min(first, 1, upto), upto, pruned, summary)
+
+
+def _number_of_turns(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("cut is no number of turns")
+    return value
 
 
 def _round_of(record: Mapping[str, Any]) -> ToolRound:

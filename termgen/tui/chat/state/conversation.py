@@ -21,6 +21,7 @@ from termgen.config import UIConfig
 from termgen.tools.calls import CUT_WORDS, CallState, ToolCall, take_pieces
 from termgen.tools.text import LEAST_RESULT_CHARS, MAX_RESULT_CHARS
 from termgen.tui.chat.state.attachments import Attachment, with_files
+from termgen.tui.chat.state.context_policy import ALL, ContextPolicy, Cut
 from termgen.tui.chat.state.thoughts import AnswerNews, Thought
 from termgen.tui.chat.state.tool_rounds import ToolRound
 from termgen.vocabulary.request import FinishReason
@@ -30,6 +31,8 @@ from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 CHAT_DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
 """Defaults for models without sampling defaults of their own."""
 RATE_WINDOW_S = 2.0
+PRUNED_CHARS = 80
+"""Characters of a tool's result that are sent when results are shortened for room."""
 MAX_TITLE_CHARS = 80
 
 
@@ -133,6 +136,8 @@ class Turn:
     """The model that answers; empty where it is not known."""
     num_kept_tokens: int = 0
     """Tokens taken over from the beginning of another answer."""
+    cut: Cut | None = None
+    """What is left out of requests for the questions after this turn; None: as before it."""
     parent: Turn | None = field(default=None, repr=False)
     children: list[Turn] = field(default_factory=list, repr=False)
     chosen: Turn | None = field(default=None, repr=False)
@@ -235,10 +240,10 @@ class Conversation:
         """The folder that it was begun in, where a client has named one."""
         self.title = ""
         """Taken from the first question until the chat is renamed."""
-        self.fits_itself = False
-        """True: the oldest turns are not sent any more when the context is full."""
-        self.num_left_out = 0
-        """How many of them are not, as of now."""
+        self.policy = ContextPolicy.ASK
+        """What is done when the context is full."""
+        self.is_summary_off = False
+        """A summary was of no use: turns are left out without one until the user acts."""
         self.result_chars = MAX_RESULT_CHARS
         """How much of a tool's result the present model is shown."""
         self.root = Turn("", state=AnswerState.DONE)
@@ -268,6 +273,32 @@ class Conversation:
         parent.chosen = turn
         return turn
 
+    @property
+    def cut(self) -> Cut:
+        """What the next question's request leaves out."""
+        return _last_cut(self.turns)
+
+    def cut_for(self, path: Sequence[Turn]) -> Cut:
+        """What the request for the last turn of a path leaves out."""
+        return _last_cut(path[:-1]).within(len(path))
+
+    def choose(self, policy: ContextPolicy) -> list[Turn]:
+        """Take a policy. To ask is to leave nothing out on any path; returns the turns that this
+        has changed."""
+        self.policy, self.is_summary_off = policy, False
+        changed, waiting = [], [self.root] if policy is ContextPolicy.ASK else []
+        while waiting:
+            turn = waiting.pop()
+            waiting += turn.children
+            if turn.cut is not None:
+                turn.cut = None
+                changed.append(turn)
+        return changed
+
+    @property
+    def num_left_out(self) -> int:
+        return self.cut.num_left_out
+
     def cut_results(self) -> bool:
         """Show the model half as much of each tool's result; False if that is too little."""
         if self.result_chars // 2 < LEAST_RESULT_CHARS:
@@ -281,7 +312,6 @@ class Conversation:
         if turn.parent is None or not 0 <= place < len(turn.siblings):
             return None
         turn.parent.chosen = turn.siblings[place]
-        self.num_left_out = 0  # another path may be shorter
         return turn.parent.chosen
 
     def remove(self, turn: Turn) -> None:
@@ -298,10 +328,10 @@ class Conversation:
         if not self.root.children:
             self.title = ""
 
-    def prompt(self, num_left_out: int | None = None) -> ChatPrompt:
-        """The prompt for the path, whose last turn is to be answered. num_left_out: number of
-        oldest turns to leave out instead of the present one."""
-        return ChatPrompt(self._messages(self.turns, num_left_out))
+    def prompt(self, cut: Cut | None = None) -> ChatPrompt:
+        """The prompt for the path, whose last turn is to be answered. cut: what to leave out
+        instead of what is left out now."""
+        return ChatPrompt(self.messages(self.turns, cut))
 
     def prompt_with_answer(self, turn: Turn) -> ChatPrompt:
         """Everything said up to the end of this turn's answer, on which could be gone on."""
@@ -309,20 +339,25 @@ class Conversation:
         while path[-1].parent is not self.root:
             assert path[-1].parent is not None, "it is in the tree"
             path.append(path[-1].parent)
-        messages = self._messages(path[::-1])
+        messages = self.messages(path[::-1])
         return ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
 
-    def _messages(
-        self, path: Sequence[Turn], num_left_out: int | None = None
-    ) -> list[dict[str, Any]]:
+    def messages(self, path: Sequence[Turn], cut: Cut | None = None) -> list[dict[str, Any]]:
         """A question that got no answer is one message with the next: roles must take turns. The
-        system prompt and the last turn are never left out."""
-        left_out = self.num_left_out if num_left_out is None else num_left_out
-        path = path[min(left_out, len(path) - 1) :]
+        system prompt and the last turn are never left out, a summary is the system prompt's end."""
+        cut = self.cut_for(path) if cut is None else cut.within(len(path))
         messages: list[dict[str, Any]] = []
-        if self.system_prompt:
-            messages.append({"role": "system", "content": self.system_prompt})
-        for message in chain.from_iterable(turn.messages(self.result_chars) for turn in path):
+        system = [self.system_prompt] if self.system_prompt else []
+        if cut.summary is not None:
+            system.append(cut.summary.message)
+        if system:
+            messages.append({"role": "system", "content": "\n\n".join(system)})
+        sent = (
+            turn.messages(PRUNED_CHARS if index < cut.pruned else self.result_chars)
+            for index, turn in enumerate(path)
+            if cut.sends(index)
+        )
+        for message in chain.from_iterable(sent):
             is_next = messages and messages[-1]["role"] == message["role"] == "user"
             if is_next:
                 messages[-1]["content"] += "\n\n" + message["content"]
@@ -349,6 +384,10 @@ class Conversation:
             assert all(child.parent is turn for child in turn.children)
             assert turn.instead_of is None or turn.instead_of in turn.siblings
             waiting += turn.children
+
+
+def _last_cut(path: Sequence[Turn]) -> Cut:
+    return next((turn.cut for turn in reversed(path) if turn.cut is not None), ALL)
 
 
 def title_of(question: str) -> str:

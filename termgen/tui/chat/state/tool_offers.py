@@ -12,6 +12,7 @@ from termgen.errors import ContextLengthError, EngineError, RequestError
 from termgen.tools.request import ToolRequest, tool_request
 from termgen.tools.toolbox import Offered, Provider, Toolbox
 from termgen.tui.chat.state.conversation import Conversation, Turn
+from termgen.tui.chat.state.full_context import WithTools, unchanged
 from termgen.tui.paint.sanitize import clean_line
 
 START_WAIT_S = 10.0
@@ -47,6 +48,18 @@ class ToolOffers:
         if not offered and not any(each.rounds for each in chat.turns):
             return None
         return self._request(offered, model)
+
+    def shower(self, chat: Conversation, model: ModelInfo) -> WithTools:
+        """Puts the calls of the chat, where there are any, into a prompt that offers no tools."""
+        if any(turn.rounds for turn in chat.turns):
+            return tool_request((), model).prompt
+        return unchanged
+
+    def offerer(self, chat: Conversation, model: ModelInfo) -> WithTools:
+        """Puts the tools that were offered last into a prompt, and the calls of the chat."""
+        if self._made is not None and self._made[1] is model:
+            return self._made[2].prompt
+        return self.shower(chat, model)
 
     def _request(self, offered: Sequence[Offered], model: ModelInfo) -> ToolRequest:
         made = self._made

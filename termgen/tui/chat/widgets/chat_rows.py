@@ -46,6 +46,8 @@ class ChatStatus:
     """The user's sampling settings and form of answers: `top_p 0.5`, `JSON schema`."""
     behind: bool = False
     """The user has scrolled up and the tail is out of sight."""
+    meter: str = ""
+    """What the context holds, in words: in place of the speed where both have no room."""
 
 
 def question_header(width: int, *, marked: str | None = None) -> Row:
@@ -220,12 +222,16 @@ def _right_end(model: ModelInfo, status: ChatStatus, room: int) -> list[Span]:
     speed, ttft = _speed(status), _ttft(status)
     context = _context(status, model.max_model_len)
     long_context = _context(status, model.max_model_len, with_bar=True)
-    choices = (
+    choices = [
         [*behind, *speed, *ttft, *long_context],
         [*behind, *speed, *ttft, *context],
         [*behind, *speed, *context],
         [*behind, *context],
-    )
+    ]
+    if status.meter:
+        meter: Span = (f"{status.meter} ", "muted")
+        with_meter = ([*speed, *ttft, meter, *long_context], [meter, *context], [meter])
+        choices = [*([*behind, *one] for one in with_meter), *choices]
     return next((c for c in choices if row_width(tuple(c)) <= room), context)
 
 

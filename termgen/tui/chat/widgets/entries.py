@@ -317,5 +317,9 @@ class NoticeEntry:
     def __init__(self, text: str, *, role: str = "accent", sign: str = "·", hint: str = "") -> None:
         self._text, self._role, self._sign, self._hint = text, role, sign, hint
 
+    def show(self, text: str, *, hint: str) -> None:
+        """Say this instead. The transcript has to be updated."""
+        self._text, self._hint = text, hint
+
     def __call__(self, width: int) -> Sequence[Row]:
         return notice_rows(self._text, width, role=self._role, sign=self._sign, hint=self._hint)
