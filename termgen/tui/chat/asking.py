@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +16,14 @@ from termgen.errors import RequestError
 from termgen.tui.chat.panels import SamplingPanel
 from termgen.tui.chat.saved.chat_records import restored_params
 from termgen.tui.chat.state import attachments as files
+from termgen.tui.chat.state import documents
 from termgen.tui.chat.state.answer_form import form_words, parse_form
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import sampling_params
 from termgen.tui.chat.state.sampling_fields import FIELDS, changes, without
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.chat_rows import attachment_words
+from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.spans import cut
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
@@ -108,6 +112,24 @@ class QuestionFiles:
         self.attached: tuple[Attachment, ...] = ()
         self._label = ""
         """First words of the title, when the prompt is not for a new question."""
+        self._reading: set[str] = set()
+        """Documents that are being read."""
+
+    def unread(self, question: str) -> list[str]:
+        """Documents that the question names, and that take time to read."""
+        return [name for name in files.mentions(question) if documents.is_unread(name)]
+
+    async def read_documents(self, names: Sequence[str]) -> None:
+        """Read them beside the screen, so that `take` finds their text, or what is wrong."""
+        self._reading |= set(names)
+        self.show_title()
+        try:
+            for name in names:
+                with suppress(RequestError):
+                    await asyncio.to_thread(files.read_file, name)
+        finally:
+            self._reading -= set(names)
+            self.show_title()
 
     def take(self, question: str) -> tuple[Attachment, ...] | None:
         """The attached files and those that the question names; none is attached any more.
@@ -148,11 +170,20 @@ class QuestionFiles:
         elif not path:
             names = ", ".join(attachment_words(file.name, file.num_bytes) for file in self.attached)
             self._view.note(names or "Nothing is attached. `/attach PATH` adds a file.")
+        elif documents.is_unread(path):
+            self._view.start_worker("files", self._read_and_add, path)
         else:
-            try:
-                self._add(files.read_file(path))
-            except RequestError as error:
-                self._view.refuse(error)
+            self._add_file(path)
+
+    async def _read_and_add(self, path: str) -> None:
+        await self.read_documents([path])
+        self._add_file(path)
+
+    def _add_file(self, path: str) -> None:
+        try:
+            self._add(files.read_file(path))
+        except RequestError as error:
+            self._view.refuse(error)
 
     def _add(self, file: Attachment) -> None:
         together = files.merged([*self.attached, file])
@@ -179,8 +210,9 @@ class QuestionFiles:
         words += [
             attachment_words(name, files.size_of(name))
             for name in files.mentions(prompt.text)
-            if name not in attached
+            if name not in attached and name not in self._reading
         ]
+        words += [f"▤ {clean_line(name)} is read …" for name in sorted(self._reading)]
         width = max(8, prompt.size.width - 4)
         # Content, not markup: a file's name may hold brackets
         prompt.border_title = Content(cut("  ".join(words), width)) if words else None

@@ -196,17 +196,29 @@ class ChatScreen(ThemedScreen):
         elif self.dialogue.editing is not None and self.is_streaming:
             self.prompt.give_back(message.text)
             self.dialogue.say_streaming()
+        elif unread := self.files.unread(message.text):
+            self.prompt.give_back(message.text)
+            self.view.start_worker("files", self._read_and_send, unread, message.text)
         else:
-            attachments, beside = self.files.take(message.text), self.dialogue.editing
-            if attachments is None:
-                self.prompt.give_back(message.text)
-                return
-            self._accept(message.text)
-            if beside is not None:
-                self.dialogue.ask(message.text, attachments, beside=beside)
-            else:
-                self.area.put(Waiting(message.text, attachments))
-                self._send_waiting()
+            self._send(message.text)
+
+    async def _read_and_send(self, documents: Sequence[str], text: str) -> None:
+        """Send a question once its documents are read, unless it was changed meanwhile."""
+        await self.files.read_documents(documents)
+        if self.prompt.text == text:
+            self.prompt.action_submit()
+
+    def _send(self, text: str) -> None:
+        attachments, beside = self.files.take(text), self.dialogue.editing
+        if attachments is None:
+            self.prompt.give_back(text)
+            return
+        self._accept(text)
+        if beside is not None:
+            self.dialogue.ask(text, attachments, beside=beside)
+        else:
+            self.area.put(Waiting(text, attachments))
+            self._send_waiting()
 
     # -- messages that wait ----------------------------------------------------------------
 

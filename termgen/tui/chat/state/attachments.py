@@ -1,4 +1,4 @@
-"""Text files that go with a question: found, read, checked, and written out for the model.
+"""Files that go with a question: found, read, checked, and written out for the model.
 
 Used by the chat. Faults are `RequestError`s of one line. No Textual.
 """
@@ -14,6 +14,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from termgen.errors import RequestError
+from termgen.tui.chat.state import documents
 
 MAX_BYTES = 2 * 1024 * 1024
 """Size of all files of one question together: about half a million tokens."""
@@ -85,12 +86,15 @@ def size_of(name: str) -> int:
 
 
 def read_file(name: str) -> Attachment:
-    """A whole text file, of at most `MAX_BYTES`."""
+    """A whole text file, of at most `MAX_BYTES`, or the text of a document: blocks while that is
+    read."""
     shown = name.encode(errors="replace").decode()
     try:
         path = Path(name).expanduser()
         if not stat.S_ISREG(path.stat().st_mode):  # reading a device or a pipe may never end
             raise _fault(f"{shown} is not a file")
+        if documents.kind_of(name):
+            return Attachment(shown, documents.text_of(path, shown))
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (ValueError, RuntimeError):
@@ -151,6 +155,8 @@ def fenced(name: str, text: str, language: str = "") -> str:
 
 
 def _language(name: str) -> str:
+    if documents.kind_of(name):
+        return ""
     suffix = Path(name).suffix[1:]
     return suffix if suffix.isalnum() else ""
 
