@@ -70,6 +70,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "chat.compact",
         "chat.context",
         "chat.rename",
+        "chat.fork",
         "chat.export",
         "chat.import",
     ),

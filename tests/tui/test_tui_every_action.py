@@ -60,6 +60,7 @@ ACTION_OF_COMMAND = {
     "links": "chat.links",
     "sessions": "chat.sessions",
     "rename": "chat.rename",
+    "fork": "chat.fork",
     "export": "chat.export",
     "import": "chat.import",
     "mcp": "chat.mcp",

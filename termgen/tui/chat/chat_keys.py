@@ -126,6 +126,14 @@ KEYS = [
         tooltip="What the context holds, and what is done when it is full (/context)",
     ),
     Binding(
+        "alt+v",
+        "fork",
+        "Fork",
+        show=False,
+        id="chat.fork",
+        tooltip="Go on in a new chat, with all up to the last (or marked) question (/fork)",
+    ),
+    Binding(
         "f2",
         "app.show('dashboard')",
         "Engine",

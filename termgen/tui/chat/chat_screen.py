@@ -452,6 +452,9 @@ class ChatScreen(ThemedScreen):
     def action_context(self) -> None:
         self.dialogue.fitting.open_panel()
 
+    def action_fork(self) -> None:
+        self.saved.fork()
+
     def action_begin_command(self, name: str) -> None:
         """Begin a command that needs an argument. The prompt's text goes to the history."""
         self.dialogue.end_editing()
@@ -569,6 +572,7 @@ class ChatScreen(ThemedScreen):
             "links": alone(self.tools.list_links),
             "sessions": alone(self.saved.toggle_panel),
             "rename": self.saved.rename_open,
+            "fork": alone(self.saved.fork),
             "export": self.saved.export,
             "import": self.saved.import_chat,
             "mcp": self.dialogue.tool_turns.run_command,

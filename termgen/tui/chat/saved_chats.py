@@ -18,6 +18,7 @@ from termgen.tui.chat.saved.chat_records import (
     as_json,
     as_markdown,
     conversation_of,
+    fork_of,
     parse_export,
     read_chat,
     session_record,
@@ -325,6 +326,21 @@ class SavedChats:
             return
         over = ", over the file that was there" if replaced else ""
         self._view.note(f"Exported to {wanted.path}{over}.")
+
+    def fork(self) -> None:
+        """`/fork`: go on in a new chat, which begins with the path up to the marked turn."""
+        if self._dialogue.is_streaming:
+            self._dialogue.say_streaming()
+            return
+        if self._dialogue.current is None:
+            self._view.warn("there is nothing to go on from yet")
+            return
+        fork = fork_of(self._dialogue.conversation, self._dialogue.current)
+        self._show(fork)
+        self._autosave.save_all(fork, self._settings.params, own=self._settings.own)
+        self.update_panel(select_open=True)
+        which = "its question" if len(fork.turns) == 1 else f"{len(fork.turns)} questions"
+        self._view.note(f"A new chat, with {which}. The one before is among the chats.")
 
     def import_chat(self, argument: str) -> None:
         """`/import PATH`: open a chat that was exported as JSON, as a new one."""

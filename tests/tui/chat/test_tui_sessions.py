@@ -407,3 +407,43 @@ async def test_a_search_under_way_survives_the_end_of_the_list() -> None:
         app.chat.panel.display = False
         await app.chat.panel.remove_children()
         await searching
+
+
+async def test_a_fork_goes_on_beside_the_chat_before(path: Path) -> None:
+    app = app_with(path)
+    async with app.run_test(size=WIDE) as pilot:
+        await ready(app, pilot)
+        await pilot.press("alt+v")
+        assert messages(app) == ["there is nothing to go on from yet"]
+        for question in ("q0", "q1", "q2"):
+            await ask(app, pilot, question)
+        await pilot.press("alt+r")  # another answer beside, which stays where it is
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
+        first = app.chat.conversation
+        await pilot.press("alt+up", "alt+up", "alt+v")
+        await wait_until(pilot, lambda: app.chat.conversation is not first)
+        fork = app.chat.conversation
+        assert [turn.question for turn in fork.turns] == ["q0", "q1"]
+        assert fork.title == "q0 (fork)" and "A new chat, with 2 questions" in shown(app)
+        assert not {t.turn_id for t in fork.turns} & {t.turn_id for t in first.turns}
+        assert [t.answer for t in fork.turns] == [t.answer for t in first.turns[:2]]
+        await ask(app, pilot, "instead")
+        await ask(app, pilot, "/fork")
+        await wait_until(pilot, lambda: app.chat.conversation is not fork)
+        assert app.chat.conversation.title == "q0 (fork)"
+        second = app.chat.conversation
+        app.engine._script = lambda _: Script(pieces=("x ",) * 1000, delay_s=0.02)
+        await ask(app, pilot, "a long one", wait=False)
+        await wait_until(pilot, lambda: app.chat.is_streaming)
+        await pilot.press("alt+v", "escape")
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
+        assert "an answer is being written" in messages(app)[-1]
+        assert app.chat.conversation is second
+    kept = {(one.title, one.num_turns) for one in chats_on_disk(path)}
+    assert kept == {("q0", 4), ("q0 (fork)", 3), ("q0 (fork)", 4)}
+    again = app_with(path, resume=Resume(find_session(path, "q0 (fork) (1)"), {}))
+    async with again.run_test(size=WIDE) as pilot:
+        await ready(again, pilot)
+        await wait_until(pilot, lambda: bool(again.chat.conversation.turns))
+        await ask(again, pilot, "more")
+        assert sent(again.engine)[-1] == ("user", "more")

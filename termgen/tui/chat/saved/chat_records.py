@@ -62,6 +62,9 @@ POLICIES = tuple(policy.value for policy in ContextPolicy)
 FOLDER = "folder"
 """Key in `SessionRecord.params`: the folder of a chat that a client of the protocol has begun."""
 
+FORK_WORDS = " (fork)"
+"""End of a fork's title."""
+
 R = TypeVar("R", "SessionRecord", "TurnRecord")
 
 _TIMES = ("created_s", "updated_s", "asked_s")
@@ -199,6 +202,20 @@ def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conv
     if POLICY not in session.params and type(left_out) is int and 0 < left_out < len(path):
         path[-1].cut = Cut(upto=left_out)
     return conversation
+
+
+def fork_of(conversation: Conversation, upto: Turn) -> Conversation:
+    """A new chat that begins with the path up to this turn. Everything in it has a new id."""
+    path = conversation.turns
+    records, parent_id = [], None
+    for turn in path[: path.index(upto) + 1]:
+        turn_id = uuid4().hex
+        record = turn_record(conversation, turn)
+        records.append(replace(record, turn_id=turn_id, parent_id=parent_id, is_chosen=True))
+        parent_id = turn_id
+    session = session_record(conversation, SamplingParams())
+    title = conversation.title.removesuffix(FORK_WORDS) + FORK_WORDS
+    return conversation_of(replace(session, session_id=uuid4().hex, title=title), records)
 
 
 def take_others(
