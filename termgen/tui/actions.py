@@ -20,6 +20,7 @@ from termgen.tui.chat.context_panel import ContextPanel
 from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import LinksPanel
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
+from termgen.tui.chat.prompts_panel import PromptsPanel
 from termgen.tui.chat.token_lens import LensScreen
 from termgen.tui.chat.widgets.prompt import Prompt
 from termgen.tui.chat.widgets.session_panel import SessionList
@@ -37,6 +38,7 @@ BOXES = (
     HistoryPanel,
     LinksPanel,
     FindPanel,
+    PromptsPanel,
     ContextPanel,
     ApprovalPanel,
     LensScreen,
@@ -78,6 +80,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
     "Message": (
         "chat.attach",
         "chat.history",
+        "chat.prompts",
         "chat.take_back",
         "chat.schema",
         "chat.regex",
@@ -130,6 +133,7 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("sampling", [*SamplingPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("system prompt", [*SystemPromptPanel.BINDINGS, *first], TextArea.BINDINGS + every),
         Scope("earlier prompts", [*HistoryPanel.BINDINGS, *first], Input.BINDINGS + every),
+        Scope("kept prompts", [*PromptsPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("find", [*FindPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("context", [*ContextPanel.BINDINGS, *first], every),
         Scope("approval", [*ApprovalPanel.BINDINGS, *first], every),

@@ -31,8 +31,10 @@ from termgen.tui.chat.context_panel import ContextPanel
 from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import Link, LinksPanel
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
+from termgen.tui.chat.prompts_panel import PromptsPanel
 from termgen.tui.chat.state.context_policy import ContextPolicy
 from termgen.tui.chat.state.conversation import Turn
+from termgen.tui.chat.state.prompt_library import KeptPrompt
 from termgen.tui.chat.token_lens import LensScreen
 from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.dashboard.dashboard import DashboardScreen
@@ -66,6 +68,7 @@ OVER: dict[str, Callable[[], Screen[Any]]] = {
     "sampling": lambda: SamplingPanel(PARAMS, PARAMS),
     "system prompt": lambda: SystemPromptPanel(""),
     "earlier prompts": lambda: HistoryPanel(["one", "two"]),
+    "kept prompts": lambda: PromptsPanel([KeptPrompt("one", "1"), KeptPrompt("two", "2")]),
     "find": lambda: FindPanel([Turn("one"), Turn("two")]),
     "context": lambda: ContextPanel(_never, ContextPolicy.ASK),
     "approval": lambda: ApprovalPanel(

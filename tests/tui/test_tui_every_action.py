@@ -45,6 +45,7 @@ ACTION_OF_COMMAND = {
     "copy": "chat.copy",
     "code": "chat.copy_block_1",
     "save": "chat.save",
+    "prompts": "chat.prompts",
     "attach": "chat.attach",
     "sampling": "chat.sampling",
     "schema": "chat.schema",

@@ -126,6 +126,14 @@ KEYS = [
         tooltip="What the context holds, and what is done when it is full (/context)",
     ),
     Binding(
+        "alt+p",
+        "prompts",
+        "Kept prompts",
+        show=False,
+        id="chat.prompts",
+        tooltip="Take a prompt that you keep; fill in its {{variables}} (/prompts)",
+    ),
+    Binding(
         "alt+v",
         "fork",
         "Fork",

@@ -18,6 +18,7 @@ from textual.widgets import Input, TextArea
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
+from termgen.errors import RequestError
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.answer_tools import AnswerTools
 from termgen.tui.chat.asking import QuestionFiles, Settings
@@ -25,6 +26,7 @@ from termgen.tui.chat.chat_keys import COMMAND_KEYS, COPY_KEYS, KEYS, TOOL_KEYS
 from termgen.tui.chat.context_panel import short_meter
 from termgen.tui.chat.dialogue import Dialogue
 from termgen.tui.chat.panels import HistoryPanel
+from termgen.tui.chat.prompts_panel import PromptsPanel
 from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_store import ChatStore, Resume
 from termgen.tui.chat.saved_chats import SavedChats
@@ -34,6 +36,13 @@ from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.context_policy import POLICY_WORDS, ContextPolicy, short_cut_words
 from termgen.tui.chat.state.conversation import AnswerState, Conversation, PromptHistory
 from termgen.tui.chat.state.doubts import Doubts
+from termgen.tui.chat.state.prompt_library import (
+    KeptPrompt,
+    folder,
+    keep,
+    kept_prompts,
+    unfilled,
+)
 from termgen.tui.chat.system_prompt import SystemPrompt
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.chat_rows import ChatStatus, empty_rows, status_row
@@ -452,6 +461,44 @@ class ChatScreen(ThemedScreen):
     def action_context(self) -> None:
         self.dialogue.fitting.open_panel()
 
+    def action_prompts(self) -> None:
+        self._prompts("")
+
+    def _prompts(self, argument: str) -> None:
+        """`/prompts`: take a kept prompt; `/prompts save NAME`: keep the last (or marked)
+        question."""
+        word, _, name = argument.partition(" ")
+        if word == "save":
+            self._keep_prompt(name.strip())
+            return
+
+        def use(prompt: KeptPrompt | None) -> None:
+            if prompt is not None:
+                self.prompt.put_away()
+                self.prompt.set_text(prompt.text)
+                self.prompt.select_variable()
+                self.doubts.variables = unfilled(prompt.text)
+            self.prompt.focus()
+
+        kept = kept_prompts()
+        if kept:
+            self.app.push_screen(PromptsPanel(kept, argument), use)
+        else:
+            where = clean_line(f"{folder()}")
+            self.view.note(f"No prompt is kept yet: `/prompts save NAME`, or files in {where}.")
+
+    def _keep_prompt(self, name: str) -> None:
+        turn = self.dialogue.current
+        if turn is None:
+            self.view.warn("there is no question to keep yet")
+            return
+        try:
+            path = keep(name, turn.question)
+        except RequestError as error:
+            self.view.refuse(error)
+        else:
+            self.view.note(f"Kept as {clean_line(f'{path}')}.")
+
     def action_fork(self) -> None:
         self.saved.fork()
 
@@ -557,6 +604,7 @@ class ChatScreen(ThemedScreen):
             "copy": alone(self.tools.copy_answer),
             "code": self.tools.copy_command,
             "save": self.tools.save_command,
+            "prompts": self._prompts,
             "attach": self.files.run_command,
             "sampling": alone(self.settings.open_panel),
             "schema": partial(self.settings.set_form, "schema"),

@@ -35,6 +35,7 @@ SCENES += (
     "sampling",
     "system prompt",
     "earlier prompts",
+    "kept prompts",
     "find",
     "context",
     "approval",

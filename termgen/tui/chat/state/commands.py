@@ -19,6 +19,7 @@ COMMANDS = (
     SlashCommand("copy", "copy the last answer"),
     SlashCommand("code", "copy code block N of the last answer", "N"),
     SlashCommand("save", "write code block N to a new file", "N PATH"),
+    SlashCommand("prompts", "take a kept prompt; `save NAME` keeps the last question", "WORDS"),
     SlashCommand("attach", "send a text file with the next question (`off`: none)", "PATH"),
     SlashCommand("sampling", "temperature and the other sampling parameters"),
     SlashCommand("schema", "answers as JSON of a schema (`off`: any text)", "FILE|{...}"),

@@ -24,16 +24,22 @@ class Doubts:
         self._commands = commands
         self.asked = ""
         """The text that was asked about last."""
+        self.variables: Collection[str] = ()
+        """Those of the kept prompt that was taken last."""
 
     def about(self, text: str) -> str:
         """The doubt, for the user; empty without one, or if this text was asked about already."""
         found = (
             ""
             if text == self.asked
-            else "; ".join([*_command(text, self._commands), *_files(text)])
+            else "; ".join([*_command(text, self._commands), *_files(text), *self._unfilled(text)])
         )
         self.asked = text if found else ""
         return found
+
+    def _unfilled(self, text: str) -> list[str]:
+        names = [name for name in self.variables if name in text]
+        return [f"{', '.join(names[:MOST_NAMED])} is to be filled in"] if names else []
 
 
 def _command(text: str, names: Collection[str]) -> list[str]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from textual import events
 from textual.binding import Binding
+from textual.document._document import Document
+from textual.widgets.text_area import Selection
 
 from termgen.tui.chat.state.conversation import PromptHistory
+from termgen.tui.chat.state.prompt_library import VARIABLE, next_variable
 from termgen.tui.chat.widgets.completion import Completion
 from termgen.tui.chat.widgets.messages import LargePaste, PromptEdited, PromptSubmitted, QueueWanted
 from termgen.tui.chat.widgets.safe_text_area import SafeTextArea
@@ -77,7 +80,8 @@ class Prompt(SafeTextArea):
     def _edit_completion(self, key: str) -> None:
         """Tab never leaves the prompt: it takes what is selected, or opens the list again."""
         if not self._completion.is_open:
-            self._look()
+            if not (key == "tab" and self.select_variable()):
+                self._look()
         elif key == "tab":
             self.complete()
         elif key == "shift+tab":
@@ -135,6 +139,19 @@ class Prompt(SafeTextArea):
     @property
     def at_last_line(self) -> bool:
         return self.navigator.is_last_wrapped_line(self.cursor_location)
+
+    def select_variable(self) -> bool:
+        """Select the next `{{variable}}`, to be typed over; False if there is none."""
+        document, selected = self.document, self.selection
+        assert isinstance(document, Document)
+        is_one = VARIABLE.fullmatch(self.selected_text) is not None
+        after = document.get_index_from_location(selected.end) if is_one else 0
+        found = next_variable(self.text, after)
+        if found is None:
+            return False
+        start, end = map(document.get_location_from_index, found)
+        self.selection = Selection(start, end)
+        return True
 
     def set_text(self, text: str) -> None:
         """Show `text` with the cursor at its end; the history does not change."""
