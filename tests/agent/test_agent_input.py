@@ -183,7 +183,7 @@ async def test_a_start_does_not_hold_up_the_first_answer(tmp_path: Path) -> None
         assert capabilities["loadSession"] and capabilities["promptCapabilities"]["embeddedContext"]
         started = time.monotonic()
         assert (await agent.request("session/list", 2))["result"] == {"sessions": []}
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 10
 
 
 def test_answers_to_input_that_ends_at_once(tmp_path: Path) -> None:

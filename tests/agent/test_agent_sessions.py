@@ -251,4 +251,4 @@ async def test_an_engine_of_its_own(tmp_path: Path, tiny_llama_dir: Path) -> Non
             assert answer.config_options[0].current_value == value
         assert (await agent.ask(other, "two")).stop_reason == "max_tokens"
         started = time.monotonic()
-    assert agent.process.returncode == 0 and time.monotonic() - started < 6
+    assert agent.process.returncode == 0 and time.monotonic() - started < 15

@@ -51,7 +51,7 @@ async def socket_client(
             yield client
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until the condition holds; asserts nothing about speed."""
     async with asyncio.timeout(timeout_s):
         while not condition():
