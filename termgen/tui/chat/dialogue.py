@@ -23,7 +23,7 @@ from termgen.tools.request import ToolRequest
 from termgen.tools.text import result_chars
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.asking import QuestionFiles, Settings
-from termgen.tui.chat.find_panel import FindPanel
+from termgen.tui.chat.find_panel import FindPanel, find
 from termgen.tui.chat.fitting import Fitting
 from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_records import restored_params
@@ -497,6 +497,12 @@ class Dialogue:
                 self._go_to(turns[place])
 
         self._view.screen.app.push_screen(FindPanel(turns, wanted, marked), go)
+
+    def go_to_words(self, words: str) -> None:
+        """Mark the last turn of the path that has all of these words, if there is one."""
+        turns = self.conversation.turns
+        if words and (hits := find(turns, words)):
+            self._go_to(turns[hits[-1].place])
 
     def switch_sibling(self, by: int) -> None:
         """Show a sibling of the turn under the cursor, with the path below it."""

@@ -223,9 +223,12 @@ class SavedChats:
         elif session is None:
             return
         elif message.what == "open":
+            words = self._panel.search.value.strip()
             self.close_narrow_panel()
             if session.session_id != self._dialogue.conversation.session_id:
-                self.open(session.session_id)
+                self.open(session.session_id, words=words)
+            else:
+                self._dialogue.go_to_words(words)
         elif message.what == "rename":
             self._panel.begin_rename(session)
         elif message.what == "name":
@@ -233,11 +236,12 @@ class SavedChats:
         else:
             self._delete(session)
 
-    def open(self, session_id: str, *, resume: Resume | None = None) -> None:
+    def open(self, session_id: str, *, resume: Resume | None = None, words: str = "") -> None:
+        """words: those that it was searched by; it opens where they are."""
         start = self._view.start_worker
-        start("open-session", self._opening, session_id, resume, exclusive=True)
+        start("open-session", self._opening, session_id, resume, words, exclusive=True)
 
-    async def _opening(self, session_id: str, resume: Resume | None) -> None:
+    async def _opening(self, session_id: str, resume: Resume | None, words: str) -> None:
         self.save_draft()
         try:
             session, turns = await self._store.read(lambda database: database.load(session_id))
@@ -256,6 +260,7 @@ class SavedChats:
                 self._dialogue.restore_settings(resume.given)
             self.update_panel(select_open=True)
             self._view.status.repaint()
+            self._dialogue.go_to_words(words)
         self.is_opening = False
         self._on_opened()
 

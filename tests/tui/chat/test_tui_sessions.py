@@ -447,3 +447,26 @@ async def test_a_fork_goes_on_beside_the_chat_before(path: Path) -> None:
         await wait_until(pilot, lambda: bool(again.chat.conversation.turns))
         await ask(again, pilot, "more")
         assert sent(again.engine)[-1] == ("user", "more")
+
+
+async def test_a_search_opens_a_chat_where_its_words_are(path: Path) -> None:
+    app = app_with(path)
+    async with app.run_test(size=WIDE) as pilot:
+        await ready(app, pilot)
+        for number in range(8):
+            await ask(app, pilot, f"q{number} " + ("whales" if number in (1, 3) else "ships"))
+        long = app.chat.conversation
+        await pilot.press("ctrl+n")
+        await ask(app, pilot, "another")
+        await pilot.press("ctrl+b", "slash", *"whales")
+        await lists(app, pilot, lambda text: "another" not in text and "q0" in text)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.chat.conversation.session_id == long.session_id)
+        await wait_until(pilot, lambda: app.chat.dialogue.marked is not None)
+        assert app.chat.dialogue.marked.question == "q3 whales"
+        await wait_until(pilot, lambda: not app.chat.transcript.at_end)
+        # the same from within that chat
+        await pilot.press("ctrl+b", "ctrl+b", "slash", *"q1")
+        await lists(app, pilot, lambda text: "another" not in text)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.chat.dialogue.marked.question == "q1 whales")
