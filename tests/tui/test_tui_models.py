@@ -28,12 +28,14 @@ from termgen.errors import DownloadError, EngineError, TermgenError
 from termgen.tui.models import ModelScreen, caution, choice_row
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.spans import row_text, row_width
-from termgen.vocabulary.model_shelf import ModelChoice, Report, Switch
+from termgen.vocabulary.model_shelf import ModelChoice, Needs, Report, Switch
 
-SMALL = ModelChoice("smollm2-135m", "org/small", 10**8, is_current=True, needs_bytes=6 * 10**8)
-OTHER = ModelChoice("other", "/models/other.gguf", 2 * 10**9, needs_bytes=10**9, fits=True)
-REMOTE = ModelChoice("qwen3-0.6b", "Qwen/Qwen3-0.6B", 152 * 10**7, is_here=False, fits=True)
-HUGE = ModelChoice("huge", "/models/huge", 10**11, needs_bytes=2 * 10**11, fits=False)
+GB = 10**9
+ROOM = Needs(weights_bytes=GB, working_bytes=GB // 10, room_bytes=8 * GB)
+SMALL = ModelChoice("smollm2-135m", "org/small", GB // 10, is_current=True, needs=ROOM)
+OTHER = ModelChoice("other", "/models/other.gguf", 2 * GB, needs=ROOM)
+REMOTE = ModelChoice("qwen3-0.6b", "Qwen/Qwen3-0.6B", 152 * 10**7, is_here=False, needs=ROOM)
+HUGE = ModelChoice("huge", "/models/huge", 100 * GB, needs=replace(ROOM, weights_bytes=200 * GB))
 
 
 class FakeShelf:
@@ -95,7 +97,14 @@ async def opened(app: Any, pilot: Any) -> ModelScreen:
 
 def lines(screen: ModelScreen) -> list[str]:
     models = screen.query_one(OptionList)
-    return [str(models.get_option_at_index(i).prompt) for i in range(models.option_count)]
+    options = [models.get_option_at_index(i) for i in range(models.option_count)]
+    return [str(option.prompt) for option in options if not option.disabled]
+
+
+def headers(screen: ModelScreen) -> list[str]:
+    models = screen.query_one(OptionList)
+    options = [models.get_option_at_index(i) for i in range(models.option_count)]
+    return [str(option.prompt).strip() for option in options if option.disabled]
 
 
 def message(screen: ModelScreen) -> str:
@@ -111,7 +120,9 @@ async def test_another_model_goes_on_with_the_conversation() -> None:
         await pilot.press("f5")
         screen = await opened(app, pilot)
         assert lines(screen)[0].startswith("● smollm2-135m") and "100 MB" in lines(screen)[0]
-        assert "fits" in lines(screen)[1] and "to fetch" in lines(screen)[2]
+        assert "fits" in lines(screen)[1] and "too large" in lines(screen)[2]
+        assert [line.split()[0] for line in lines(screen)[1:]] == ["other", "huge", "qwen3-0.6b"]
+        assert headers(screen) == ["on this machine · 3, 102.1 GB", "to fetch"]
         await pilot.press("down", "enter")
         await wait_until(pilot, lambda: app.screen is chat)
         await wait_until(pilot, lambda: "other answers from here on" in chat.transcript.plain_text)
@@ -136,7 +147,7 @@ async def test_fetching_shows_how_far_it_is_and_can_be_stopped() -> None:
         shelf.go_on.clear()
         await pilot.press("f5")
         screen = await opened(app, pilot)
-        await pilot.press("down", "down", "enter")
+        await pilot.press("end", "enter")
         await pilot.pause()
         assert "⏎ again fetches 1.5 GB" in message(screen) and shelf.done == []
         await pilot.press("enter")
@@ -177,7 +188,7 @@ async def test_no_engine_at_all_leaves_the_list() -> None:
         await ready(app, pilot)
         await pilot.press("f5")
         screen = await opened(app, pilot)
-        await pilot.press("end", "enter")
+        await pilot.press("down", "down", "enter")
         await pilot.pause()
         assert "too large for the memory; ⏎ again tries" in message(screen)
         await pilot.press("enter")
@@ -227,7 +238,7 @@ async def test_models_by_name() -> None:
         await pilot.press("enter")
         screen = await opened(app, pilot)
         await wait_until(pilot, lambda: "org/new: ⏎ again fetches" in message(screen))
-        assert "org/new" in lines(screen)[0]
+        assert lines(screen)[-2].startswith("  org/new"), "to fetch, and marked"
         await pilot.press("enter")
         await wait_until(pilot, lambda: shelf.done[-1] == "switch org/new")
 
@@ -285,22 +296,47 @@ def test_lines_fit(width: int) -> None:
     assert caution(OTHER) == ""
 
 
-async def test_the_size_in_memory_is_explained() -> None:
-    """A file of four bits a weight takes more memory than one of sixteen may seem to."""
-    small = replace(OTHER, name="q4", size_bytes=25 * 10**8, needs_bytes=49 * 10**8, held_as="int8")
-    app, _ = picker_app(replace(SMALL, held_as="int8"), small, REMOTE)
-    async with app.run_test(size=(100, 30)) as pilot:
+async def test_the_needs_of_the_marked_model_are_explained() -> None:
+    needs = Needs(
+        weights_bytes=49 * GB // 10,
+        held_as="int8",
+        kv_bytes=11 * GB // 10,
+        context=32_768,
+        working_bytes=GB // 2,
+        room_bytes=21 * GB,
+        tokens_per_s=12.4,
+    )
+    fits = replace(OTHER, name="q4", quantization="Q4_K_M", needs=needs, is_best=True)
+    short = replace(OTHER, name="short", needs=replace(needs, room_bytes=6 * GB, tokens_per_s=2.7))
+    old = replace(OTHER, name="old", problem="the architecture 'bert' is not supported", needs=None)
+    app, shelf = picker_app(SMALL, fits, short, old, REMOTE)
+    async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
         await pilot.press("f5")
         screen = await opened(app, pilot)
-        await wait_until(pilot, lambda: "100 MB on disk, ≈600 MB in memory" in message(screen))
-        await pilot.press("down")
-        words = "2.5 GB on disk, ≈4.9 GB in memory: its weights are held there as int8"
+        words = "weights 1.0 GB + steps 100 MB = 1.1 GB of 8.0 GB free"
         await wait_until(pilot, lambda: message(screen) == words)
+        assert lines(screen)[1].startswith("★ q4") and "Q4_K_M   ≈5.4 GB" in lines(screen)[1]
+        assert "≤12/s" in lines(screen)[1] and "≤2.7/s" in lines(screen)[2]
+        await pilot.press("down")
+        words = (
+            "weights 4.9 GB (int8) + KV cache 1.1 GB for 32,768 tokens + steps 500 MB = 6.5 GB of "
+            "21.0 GB free · at most 12 tokens/s · ★ best for this machine"
+        )
+        await wait_until(pilot, lambda: message(screen) == words)
+        await pilot.press("down")
+        await wait_until(pilot, lambda: "6.0 GB free, with a shorter context" in message(screen))
+        await pilot.press("down")
+        words = "cannot run: the architecture 'bert' is not supported"
+        await wait_until(pilot, lambda: message(screen) == words)
+        assert words in lines(screen)[3]
+        await pilot.press("enter", "enter")
+        await pilot.pause()
+        assert message(screen) == f"old {words}" and shelf.done == []
         await pilot.press("down", "enter")
         await wait_until(pilot, lambda: "⏎ again" in message(screen))
-        await pilot.press("up")
-        await wait_until(pilot, lambda: message(screen) == words)
+        await pilot.press("home")
+        await wait_until(pilot, lambda: message(screen).startswith("weights 1.0 GB + steps"))
 
 
 async def test_a_letter_that_is_bound_is_no_text() -> None:
