@@ -1,4 +1,4 @@
-"""`termgen models` and `termgen pull`: list the catalog and the models on disk, fetch a model."""
+"""`termgen models` and `termgen pull`: list models, delete one, fetch one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from termgen.errors import ModelNotFoundError
-from termgen.library import catalog
+from termgen.library import catalog, removal
 from termgen.library.hub_names import quantization_of
 from termgen.library.local_models import find_others
 from termgen.library.progress import TerminalProgress
@@ -61,6 +61,12 @@ def pull_model(name: str) -> int:
     with TerminalProgress() as progress:
         model = catalog.pull(name, progress)
     print(f"{model.name}: {model.path}")
+    return 0
+
+
+def remove_model(name: str) -> int:
+    freed = removal.delete(name)
+    print(f"{name}: deleted, {_size(freed)} freed")
     return 0
 
 

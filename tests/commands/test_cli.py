@@ -316,6 +316,24 @@ def test_models_of_other_programs_are_listed(
     assert (found["store"], found["size_bytes"], found["problem"]) == ("LM Studio", 2_000_000, None)
 
 
+def test_a_fetched_model_is_deleted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path))
+    file = tmp_path / "models" / "own.gguf"
+    file.parent.mkdir()
+    file.write_bytes(b"GGUF".ljust(2_000_000))
+    assert "with one name" in one_line_error(capsys, "models", "rm")
+    assert "with one name" in one_line_error(capsys, "models", "rm", "a", "b")
+    assert "no such file" in one_line_error(capsys, "models", "rm", str(tmp_path / "x.gguf"))
+    code, out, _ = run(capsys, "models", "rm", str(file))
+    assert (code, out) == (0, f"{file}: deleted, 2 MB freed\n") and not file.exists()
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"GGUF")
+    assert "was not fetched by termgen" in one_line_error(capsys, "models", "rm", str(other))
+    assert other.exists()
+
+
 def test_models_are_found_by_words(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "models", "Qwen3", "q4_k")
     rows = [line.split() for line in out.splitlines()[1:] if line and "termgen pull" not in line]
