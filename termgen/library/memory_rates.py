@@ -1,7 +1,7 @@
-"""Measured rates at which devices read their memory, kept from one start to the next.
+"""The measured rate at which a CPU reads its memory, kept from one start to the next.
 
 A step of one request takes as long as reading the weights does, so this rate says how fast a model
-can answer before it is loaded. A GPU's is measured by the engine while it starts, a CPU's here.
+can answer before it is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DOUBLE = struct.Struct("<d")
 
 
 def device_key(device_name: str, threads: int) -> str:
-    """The entry of a device: a GPU of this name, or the CPU of this machine with these threads."""
+    """The entry of a device of this machine, with so many threads."""
     return digest("memory rate", platform.node(), device_name, threads)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from rich.text import Text
 from textual import events, on, work
@@ -24,6 +24,7 @@ from termgen.tui.paint.spans import Row, Span, fit, row_width, wrap
 from termgen.vocabulary.model_shelf import Group, ModelChoice, ModelShelf, Needs, Switch
 
 NAME_WIDTH = 26
+REPOSITORY_WIDTH = 42
 QUANTIZATION_WIDTH = 9
 """The type of the weights is left out of a list narrower than `WIDE`."""
 WIDE = 74
@@ -34,7 +35,7 @@ TITLE = "models"
 HEADERS: dict[Group, str] = {
     "here": "on this machine",
     "fetch": "to fetch",
-    "hub": "repositories",
+    "hub": "repositories of the hub",
 }
 AROUND_ROWS = 11
 """Rows beside the list: the filter, its message, the frame, and a margin."""
@@ -49,6 +50,10 @@ def choice_row(choice: ModelChoice, width: int) -> Row:
     elif choice.is_best:
         mark = ("★ ", "good")
     name: Span = (clean_line(choice.shown), "text/b" if choice.is_current else "text")
+    if choice.is_repository:
+        words = f"cannot run: {choice.problem}" if choice.problem else choice.detail
+        note: Span = (clean_line(words), "bad" if choice.problem else "muted")
+        return fit((mark, *fit((name,), REPOSITORY_WIDTH), (" ", "text"), note), width)
     spans: list[Span] = [mark, *fit((name,), NAME_WIDTH)]
     size = "" if choice.size_bytes is None else bytes_words(choice.size_bytes)
     spans.append((f" {size:>8} ", "text" if choice.is_here else "muted"))
@@ -83,7 +88,7 @@ def header_row(group: Group, choices: Sequence[ModelChoice]) -> Row:
     words = HEADERS[group]
     if group == "here":
         disk = bytes_words(sum(choice.size_bytes or 0 for choice in choices))
-        words = f"{words} · {len(choices)}, {disk}"
+        words = f"{words} · {len(choices)} models, {disk}"
     return ((words, "accent"),)
 
 
@@ -136,7 +141,21 @@ class ModelScreen(ModalScreen[Switch | None]):
     """Ends with how the change went, or None where there was none."""
 
     BINDINGS = [
-        Binding("escape", "leave", "Close", id="models.close", tooltip="Close; stop fetching")
+        Binding(
+            "ctrl+f",
+            "search",
+            "Search the hub",
+            id="models.search",
+            tooltip="Search the hub for the words typed",
+        ),
+        Binding(
+            "delete",
+            "delete",
+            "Delete",
+            id="models.delete",
+            tooltip="Delete a model that termgen fetched; asks first",
+        ),
+        Binding("escape", "leave", "Close", id="models.close", tooltip="Close; stop fetching"),
     ]
 
     def __init__(
@@ -150,8 +169,14 @@ class ModelScreen(ModalScreen[Switch | None]):
         self._choices: list[ModelChoice] = []
         self._shown: list[ModelChoice | None] = []
         """Choices that contain every word of the filter, line by line; None: a group's header."""
+        self._before: list[list[ModelChoice]] = []
+        """Lists to go back to from what the hub has."""
         self._asked: ModelChoice | None = None
         """Chosen once, with something against it."""
+        self._deleting: ModelChoice | None = None
+        """Deleted when the key is pressed again."""
+        self._kept: ModelChoice | None = None
+        """Marked when something good was said: that stays until another one is marked."""
         self._message: tuple[str, str] = ("looking for models", "muted")
         self._progress: StartupProgress | None = None
         self._fetching: Worker[None] | None = None
@@ -160,8 +185,10 @@ class ModelScreen(ModalScreen[Switch | None]):
     def compose(self) -> ComposeResult:
         with Vertical(id="models-box") as box:
             box.border_title = TITLE
-            close = brief_key_of(self, "models.close")
-            box.border_subtitle = f"type to filter  ⏎ choose  {close} close"
+            close = f"{brief_key_of(self, 'models.close')} close"
+            if self._shelf.can_search:
+                close = f"{brief_key_of(self, 'models.search')} search the hub  {close}"
+            box.border_subtitle = f"type to filter  ⏎ choose  {close}"
             words = Input(
                 placeholder="type to filter",
                 id="models-filter",
@@ -251,7 +278,77 @@ class ModelScreen(ModalScreen[Switch | None]):
     def _filter(self) -> None:
         self._fill(0)
         if self._choices and self._progress is None:
-            self._say("" if self._shown else "no model has these words; /model NAME takes any name")
+            self._say("" if self._shown else self._nothing_words())
+
+    def _nothing_words(self) -> str:
+        if not self._shelf.can_search:
+            return "no model has these words"
+        key = brief_key_of(self, "models.search")
+        return f"no model has these words; {key} searches the hub, /model NAME takes any name"
+
+    def action_search(self) -> None:
+        words = self.query_one("#models-filter", Input).value.strip()
+        if self._progress is not None:
+            return
+        if not self._shelf.can_search:
+            self._say("the list is the server's", "warn")
+        elif not words:
+            self._say("type words to search the hub for", "warn")
+        else:
+            self._say(f"searching the hub for {clean_line(words)}")
+            self._ask_hub(self._shelf.search(words), "the hub has no GGUF models with these words")
+
+    @work(exclusive=True, group="look")
+    async def _ask_hub(self, answer: Awaitable[list[ModelChoice]], nothing: str) -> None:
+        try:
+            found = await answer
+        except TermgenError as error:
+            self._say(str(error), "bad")
+            return
+        if not found:
+            self._say(nothing, "warn")
+            return
+        self._before.append(self._choices)
+        self._list(found)
+
+    def _list(self, choices: list[ModelChoice]) -> None:
+        """Show other choices, all of them."""
+        self._choices = choices
+        self._asked = self._deleting = None
+        with self.prevent(Input.Changed):
+            self.query_one("#models-filter", Input).value = ""
+        self._say("")
+        best = next((i for i, choice in enumerate(choices) if choice.is_best), 0)
+        self._fill(best)
+
+    def action_delete(self) -> None:
+        choice = self._marked()
+        if choice is None or self._progress is not None:
+            return
+        name = clean_line(choice.shown)
+        if choice.is_current:
+            self._say(f"{name} is in use: choose another model first", "warn")
+        elif not choice.is_own:
+            self._say(f"{name} was not fetched by termgen, so it is not deleted here", "warn")
+        elif self._deleting != choice:
+            self._deleting = choice
+            key = brief_key_of(self, "models.delete")
+            self._say(f"{name}: {key} again deletes {bytes_words(choice.size_bytes or 0)}", "warn")
+        else:
+            self._deleting = None
+            self._delete(choice)
+
+    @work(exclusive=True, group="look")
+    async def _delete(self, choice: ModelChoice) -> None:
+        try:
+            freed = await self._shelf.remove(choice.name)
+            self._choices, self._before = await self._shelf.choices(), []
+        except TermgenError as error:
+            self._say(str(error), "bad")
+            return
+        self._fill(0)
+        self._kept = self._marked()
+        self._say(f"{clean_line(choice.shown)} was deleted: {bytes_words(freed)} freed", "good")
 
     def _text(self, row: Row) -> Text:
         """The text without backgrounds: the marked line has a background of its own."""
@@ -270,7 +367,11 @@ class ModelScreen(ModalScreen[Switch | None]):
         choice = self._marked()
         if choice is None or self._progress is not None:
             return
-        if self._message[1] != "bad" and choice != self._asked:
+        if choice != self._deleting:
+            self._deleting = None
+        if self._message[1] == "good" and choice == self._kept:
+            return
+        if self._message[1] != "bad" and choice not in (self._asked, self._deleting):
             self._asked = None
             self._say(needs_words(choice))
 
@@ -288,6 +389,11 @@ class ModelScreen(ModalScreen[Switch | None]):
             return
         if choice.problem:
             self._say(f"{clean_line(choice.shown)} {needs_words(choice)}", "bad")
+            return
+        if choice.is_repository:
+            self._say(f"listing the files of {clean_line(choice.name)}")
+            files = self._shelf.files(choice.name)
+            self._ask_hub(files, f"{clean_line(choice.name)} has no GGUF models")
             return
         warning = caution(choice)
         if warning and self._asked != choice:
@@ -330,11 +436,13 @@ class ModelScreen(ModalScreen[Switch | None]):
     def action_leave(self) -> None:
         if self._fetching is not None:
             self._fetching.cancel()
-            self._say("fetching was stopped; nothing is left of it", "warn")
+            self._say("fetching was stopped; the next try goes on from there if it can", "warn")
         elif self._progress is not None:
             self.notify("the model is being started")
         elif self.query_one("#models-filter", Input).value:
             self.query_one("#models-filter", Input).value = ""
+        elif self._before:
+            self._list(self._before.pop())
         else:
             self.dismiss(None)
 

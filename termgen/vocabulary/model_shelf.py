@@ -106,8 +106,26 @@ class ModelShelf(Protocol):
         """One by its name, listed or not."""
         ...
 
+    @property
+    def can_search(self) -> bool:
+        """True if `search`, `files` and `remove` are of use here."""
+        ...
+
+    async def search(self, words: str) -> list[ModelChoice]:
+        """Repositories of the hub with models."""
+        ...
+
+    async def files(self, name: str) -> list[ModelChoice]:
+        """The models in a repository of the hub."""
+        ...
+
+    async def remove(self, name: str) -> int:
+        """Delete a model that termgen fetched; returns the bytes freed."""
+        ...
+
     async def fetch(self, name: str, report: Report) -> None:
-        """Bring it to this machine; cancelling stops that, and leaves nothing half done."""
+        """Bring it to this machine; cancelling stops that. A later call goes on from there, where
+        the source allows it."""
         ...
 
     async def switch(self, name: str, report: Report) -> Switch:

@@ -73,74 +73,84 @@ class FakeHub:
         return files
 
 
-def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
 
-        def log_message(self, *args: Any) -> None:
-            pass
+    def __init__(self, hub: FakeHub) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.hub = hub
 
-        def do_HEAD(self) -> None:
-            self._answer()
 
-        def do_GET(self) -> None:
-            self._answer()
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
 
-        def _answer(self) -> None:
-            url = urlsplit(self.path)
-            path = unquote(url.path)
-            if path == "/api/models":
-                query = parse_qs(url.query)
-                hub.queries.append(query)
-                self._json(hub.find(query.get("search", [""])[0]))
-            elif path.startswith("/api/models/"):
-                name = "/".join(path.removeprefix("/api/models/").split("/")[:2])
-                if "/tree/" in path and name in hub.repositories:
-                    self._json(hub.tree(name))
-                elif name in hub.repositories:
-                    self._json(hub.describe(name))
-                else:
-                    self._refuse("RepoNotFound")
+    @property
+    def _hub(self) -> FakeHub:
+        assert isinstance(self.server, _Server)
+        return self.server.hub
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        url = urlsplit(self.path)
+        path = unquote(url.path)
+        if path == "/api/models":
+            query = parse_qs(url.query)
+            self._hub.queries.append(query)
+            self._json(self._hub.find(query.get("search", [""])[0]))
+        elif path.startswith("/api/models/"):
+            name = "/".join(path.removeprefix("/api/models/").split("/")[:2])
+            if "/tree/" in path and name in self._hub.repositories:
+                self._json(self._hub.tree(name))
+            elif name in self._hub.repositories:
+                self._json(self._hub.describe(name))
             else:
-                owner, model, _, _, file = path.lstrip("/").split("/", 4)
-                self._file(hub.repositories[f"{owner}/{model}"], file)
+                self._refuse("RepoNotFound")
+        else:
+            owner, model, _, _, file = path.lstrip("/").split("/", 4)
+            self._file(self._hub.repositories[f"{owner}/{model}"], file)
 
-        def _json(self, value: object) -> None:
-            content = json.dumps(value).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def _json(self, value: object) -> None:
+        content = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
-        def _refuse(self, code: str) -> None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", code)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    def _refuse(self, code: str) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
-        def _file(self, repository: FakeRepository, file: str) -> None:
-            content, sent = repository.files[file], self.headers.get("Range", "")
-            first = int(sent.removeprefix("bytes=").rstrip("-")) if sent else 0
-            self.send_response(206 if sent else 200)
-            self.send_header("ETag", f'"{repository.sha256(file)}"')
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Content-Length", str(len(content) - first))
-            if sent:
-                last = len(content) - 1
-                self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
-            self.end_headers()
-            if self.command == "HEAD":
-                return
-            hub.requests.append((file, sent))
-            if hub.break_after is not None:
-                self.wfile.write(content[first : first + hub.break_after])
-                self.wfile.flush()
-                self.close_connection = True
-                return
-            self.wfile.write(content[first:])
-
-    return Handler
+    def _file(self, repository: FakeRepository, file: str) -> None:
+        content, sent = repository.files[file], self.headers.get("Range", "")
+        first = int(sent.removeprefix("bytes=").rstrip("-")) if sent else 0
+        self.send_response(206 if sent else 200)
+        self.send_header("ETag", f'"{repository.sha256(file)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(content) - first))
+        if sent:
+            last = len(content) - 1
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self._hub.requests.append((file, sent))
+        if self._hub.break_after is not None:
+            self.wfile.write(content[first : first + self._hub.break_after])
+            self.wfile.flush()
+            self.close_connection = True
+            return
+        self.wfile.write(content[first:])
 
 
 @contextmanager
@@ -149,8 +159,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, cache: str) -> Iterator[FakeHub]:
     from huggingface_hub import constants
 
     hub = FakeHub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
-    server.daemon_threads = True
+    server = _Server(hub)
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
     )

@@ -25,6 +25,7 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.errors import DownloadError, EngineError, TermgenError
+from termgen.tui.chat.widgets.prompt import Prompt
 from termgen.tui.models import ModelScreen, caution, choice_row
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.spans import row_text, row_width
@@ -50,6 +51,12 @@ class FakeShelf:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.stopped = 0
+        self.repositories = [
+            ModelChoice("org/a-GGUF", "12,345 downloads", is_here=False, is_repository=True),
+            ModelChoice(
+                "org/odd-GGUF", is_here=False, is_repository=True, problem="'bert' is not supported"
+            ),
+        ]
 
     async def choices(self) -> list[ModelChoice]:
         return self._choices
@@ -58,6 +65,26 @@ class FakeShelf:
         if name == "nonsense":
             raise EngineError("unknown model 'nonsense'")
         return next((c for c in self._choices if c.name == name), replace(REMOTE, name=name))
+
+    can_search = True
+
+    async def search(self, words: str) -> list[ModelChoice]:
+        self.done.append(f"search {words}")
+        if self.fetch_error is not None:
+            raise self.fetch_error
+        return self.repositories
+
+    async def files(self, name: str) -> list[ModelChoice]:
+        self.done.append(f"files {name}")
+        small = replace(REMOTE, name=f"{name}:a-Q4_K_M.gguf", title="a-Q4_K_M")
+        return [small, replace(small, name=f"{name}:a-Q8_0.gguf", title="a-Q8_0", is_best=True)]
+
+    async def remove(self, name: str) -> int:
+        self.done.append(f"remove {name}")
+        if self.fetch_error is not None:
+            raise self.fetch_error
+        self._choices = [choice for choice in self._choices if choice.name != name]
+        return 10**9
 
     async def fetch(self, name: str, report: Report) -> None:
         self.done.append(f"fetch {name}")
@@ -122,7 +149,7 @@ async def test_another_model_goes_on_with_the_conversation() -> None:
         assert lines(screen)[0].startswith("● smollm2-135m") and "100 MB" in lines(screen)[0]
         assert "fits" in lines(screen)[1] and "too large" in lines(screen)[2]
         assert [line.split()[0] for line in lines(screen)[1:]] == ["other", "huge", "qwen3-0.6b"]
-        assert headers(screen) == ["on this machine · 3, 102.1 GB", "to fetch"]
+        assert headers(screen) == ["on this machine · 3 models, 102.1 GB", "to fetch"]
         await pilot.press("down", "enter")
         await wait_until(pilot, lambda: app.screen is chat)
         await wait_until(pilot, lambda: "other answers from here on" in chat.transcript.plain_text)
@@ -337,6 +364,139 @@ async def test_the_needs_of_the_marked_model_are_explained() -> None:
         await wait_until(pilot, lambda: "⏎ again" in message(screen))
         await pilot.press("home")
         await wait_until(pilot, lambda: message(screen).startswith("weights 1.0 GB + steps"))
+
+
+async def test_the_hub_is_searched() -> None:
+    app, shelf = picker_app()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        chat = app.chat
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        await pilot.press("ctrl+f")
+        await wait_until(pilot, lambda: "type words to search" in message(screen))
+        await type_text(pilot, "tiny q4")
+        await wait_until(pilot, lambda: "searches the hub" in message(screen))
+        shelf.fetch_error = DownloadError("cannot search the hub: no route to host")
+        await pilot.press("ctrl+f")
+        await wait_until(pilot, lambda: "no route to host" in message(screen))
+        shelf.fetch_error = None
+        await pilot.press("ctrl+f")
+        await wait_until(pilot, lambda: headers(screen) == ["repositories of the hub"])
+        assert shelf.done == ["search tiny q4"] * 2
+        assert "org/a-GGUF" in lines(screen)[0] and "12,345 downloads" in lines(screen)[0]
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: "cannot run: 'bert' is not supported" in message(screen))
+        await pilot.press("up", "enter")
+        await wait_until(pilot, lambda: headers(screen) == ["to fetch"])
+        assert "★ a-Q8_0" in lines(screen)[1]
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: headers(screen) == ["repositories of the hub"])
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: headers(screen) == ["to fetch"])
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "a-Q8_0: ⏎ again fetches" in message(screen))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.screen is chat)
+        assert shelf.done[-2:] == ["fetch org/a-GGUF:a-Q8_0.gguf", "switch org/a-GGUF:a-Q8_0.gguf"]
+
+
+async def test_a_search_without_results_says_so() -> None:
+    app, shelf = picker_app()
+    shelf.repositories = []
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        await pilot.press("x", "ctrl+f")
+        await wait_until(pilot, lambda: "the hub has no GGUF models" in message(screen))
+        await pilot.press("escape", "escape")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+
+
+async def test_a_fetched_model_is_deleted_after_a_question() -> None:
+    own = replace(OTHER, name="own", is_own=True)
+    app, shelf = picker_app(SMALL, own, OTHER)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        await pilot.press("delete", "delete")
+        await wait_until(pilot, lambda: "is in use" in message(screen))
+        await pilot.press("end", "delete", "delete")
+        await wait_until(pilot, lambda: "other was not fetched by termgen" in message(screen))
+        await pilot.press("up", "delete")
+        await wait_until(pilot, lambda: "again deletes 2.0 GB" in message(screen))
+        await pilot.press("up", "down", "delete")
+        await wait_until(pilot, lambda: "again deletes 2.0 GB" in message(screen))
+        assert shelf.done == [], "moving away takes the question back"
+        shelf.fetch_error = DownloadError("own cannot be deleted: it is read only")
+        await pilot.press("delete")
+        await wait_until(pilot, lambda: "read only" in message(screen))
+        shelf.fetch_error = None
+        await pilot.press("delete", "delete")
+        await wait_until(pilot, lambda: "own was deleted: 1.0 GB freed" in message(screen))
+        assert shelf.done == ["remove own"] * 2 and len(lines(screen)) == 2
+
+
+PICTURED = (
+    replace(SMALL, quantization="Q4_1", needs=replace(ROOM, tokens_per_s=136.4, held_as="int8")),
+    replace(
+        OTHER,
+        name="ollama:qwen3:8b",
+        detail="Ollama",
+        quantization="Q4_K",
+        is_best=True,
+        needs=replace(
+            ROOM,
+            weights_bytes=49 * GB // 10,
+            held_as="int8",
+            kv_bytes=GB,
+            context=32_768,
+            room_bytes=21 * GB,
+            tokens_per_s=12.4,
+        ),
+    ),
+    replace(
+        OTHER,
+        name="lmstudio:org/big-GGUF/big",
+        title="big-00001-of-00003",
+        problem="it is in 3 parts: join them with `llama-gguf-split --merge FIRST-PART NEW.gguf`",
+        needs=None,
+    ),
+    HUGE,
+    replace(REMOTE, quantization="16 bit"),
+)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_the_picker_in_pictures(snap_compare: Any, size: tuple[int, int]) -> None:
+    async def open_it(pilot: Any) -> None:
+        await ready(pilot.app, pilot)
+        for prompt in pilot.app.screen.query(Prompt):
+            prompt.cursor_blink = False
+        await pilot.press("f5")
+        screen = await opened(pilot.app, pilot)
+        await pilot.press("down")
+        await wait_until(pilot, lambda: "best for this machine" in message(screen))
+        await pilot.pause()
+
+    assert snap_compare(picker_app(*PICTURED)[0], terminal_size=size, run_before=open_it)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_the_hub_in_pictures(snap_compare: Any, size: tuple[int, int]) -> None:
+    async def open_it(pilot: Any) -> None:
+        await ready(pilot.app, pilot)
+        for prompt in pilot.app.screen.query(Prompt):
+            prompt.cursor_blink = False
+        await pilot.press("f5")
+        screen = await opened(pilot.app, pilot)
+        await pilot.press("a", "ctrl+f")
+        await wait_until(pilot, lambda: headers(screen) == ["repositories of the hub"])
+        await pilot.pause()
+
+    assert snap_compare(picker_app()[0], terminal_size=size, run_before=open_it)
 
 
 async def test_a_letter_that_is_bound_is_no_text() -> None:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from termgen.client import EngineClient
 from termgen.commands.shelf.model_facts import model_facts
-from termgen.commands.shelf.needs import Machine, mark_best, stored_form
+from termgen.commands.shelf.needs import Machine, mark_best, mark_best_file, stored_form
 from termgen.config import EngineConfig
 from termgen.errors import DownloadError, EngineError, ModelError, ModelNotFoundError, TermgenError
-from termgen.library import catalog
+from termgen.library import catalog, hub, removal
 from termgen.library.hub_names import is_hub_file, is_hub_id, quantization_of
 from termgen.library.local_models import find_others, size_of
 from termgen.library.memory_rates import (
@@ -38,7 +38,10 @@ STOP_WAIT_S = 0.5
 """A running fetch checks for a stop at least this often."""
 LEAST_FREE_TO_MEASURE = 8
 """The memory's rate is measured only if this many times as much as is read is free."""
+HUB_WAIT_S = 20.0
+"""An answer of the hub is waited for this long."""
 CONTINUES_TEXT = "continues text, has no chat template"
+T = TypeVar("T")
 
 
 class Holder(Protocol):
@@ -68,28 +71,37 @@ class LocalShelf:
         with _named_faults():
             return await asyncio.to_thread(self._look_up, name, self._machine(rate))
 
+    @property
+    def can_search(self) -> bool:
+        return True
+
+    async def search(self, words: str) -> list[ModelChoice]:
+        found = await _on_the_hub("search the hub", lambda: hub.search(words))
+        return [_of_repository(repository) for repository in found]
+
+    async def files(self, name: str) -> list[ModelChoice]:
+        machine = self._machine(await self._memory_rate())
+        found = await _on_the_hub(f"list the files of {name}", lambda: hub.model_files(name))
+        with _named_faults():
+            choices = await asyncio.to_thread(self._of_files, name, found, machine)
+        return mark_best_file(choices)
+
+    async def remove(self, name: str) -> int:
+        current = self._current()
+        model = await asyncio.to_thread(catalog.resolve_model, name)
+        if current is not None and model.path.samefile(current):
+            raise ModelError(f"{name} is in use: choose another model first")
+        return await asyncio.to_thread(removal.delete, name)
+
     async def fetch(self, name: str, report: Report) -> None:
         stopped = threading.Event()
-        done: Future[None] = Future()
 
         def on_progress(stage: str, share: float) -> None:
             if stopped.is_set():
                 raise DownloadError("fetching was stopped")
             report(stage, share)
 
-        def work() -> None:
-            if not done.set_running_or_notify_cancel():
-                return  # cancelled before it began
-            try:
-                catalog.pull(name, on_progress)
-            except BaseException as error:  # top of the thread: the awaiting task gets it
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        # a daemon thread: a hanging download must not keep the program from ending
-        thread = threading.Thread(target=work, name="termgen-fetch", daemon=True)
-        thread.start()
+        thread, done = _daemon("termgen-fetch", lambda: catalog.pull(name, on_progress))
         try:
             await asyncio.wrap_future(done)
         except asyncio.CancelledError:
@@ -139,6 +151,19 @@ class LocalShelf:
         choice = ModelChoice(name, model.root, size_of(model))
         return _described(choice, model.path, self._current(), machine)
 
+    def _of_files(
+        self, hub_id: str, files: list[hub.HubFile], machine: Machine
+    ) -> list[ModelChoice]:
+        choices = []
+        for file in files:
+            name = f"{hub_id}:{file.name}"
+            try:
+                catalog.resolve_model(name)
+                choices.append(self._look_up(name, machine))
+            except ModelNotFoundError:
+                choices.append(_of_hub_file(name, file, machine))
+        return choices
+
     def _current(self) -> Path | None:
         try:
             return catalog.resolve_model(self._holder.config.model).path
@@ -158,21 +183,50 @@ class LocalShelf:
 
     async def _memory_rate(self) -> float | None:
         """The rate of the engine's memory. A CPU's is measured the first time that the engine has
-        nothing to do, which takes 0.2 s; a GPU's is kept by the engine's start."""
+        nothing to do, which takes 0.2 s; a GPU's is that of its clock and width."""
         client = self._holder.client
         if client is None:
             return None
         model = client.model
+        if model.device != "cpu":
+            reads = None if model.memory is None else model.memory.reads
+            return (reads.bytes_per_s or None) if reads is not None else None
         threads = model.num_threads or os.cpu_count() or 1
         key = device_key(model.device_name, threads)
         rate = await asyncio.to_thread(kept_rate, key)
-        if rate is not None or model.device != "cpu" or not await _is_idle(client):
+        if rate is not None or not await _is_idle(client):
             return rate
         if model.memory is None or model.memory.free_bytes < LEAST_FREE_TO_MEASURE * READ_BYTES:
             return None
         rate = await asyncio.to_thread(measure_cpu_rate, threads)
         await asyncio.to_thread(keep_rate, key, rate)
         return rate
+
+
+def _daemon(name: str, call: Callable[[], T]) -> tuple[threading.Thread, Future[T]]:
+    """Call in a daemon thread: a hanging connection must not keep the program from ending."""
+    done: Future[T] = Future()
+
+    def work() -> None:
+        if not done.set_running_or_notify_cancel():
+            return  # cancelled before it began
+        try:
+            done.set_result(call())
+        except BaseException as error:  # top of the thread: the awaiting task gets it
+            done.set_exception(error)
+
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread, done
+
+
+async def _on_the_hub(what: str, ask: Callable[[], T]) -> T:
+    """The hub's answer, or an error in a line when it does not come in time."""
+    _, done = _daemon("termgen-hub", ask)
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(done), HUB_WAIT_S)
+    except TimeoutError:
+        raise DownloadError(f"cannot {what}: no answer in {HUB_WAIT_S:.0f} s") from None
 
 
 async def _is_idle(client: EngineClient) -> bool:
@@ -238,6 +292,47 @@ def _described(
         num_weights=facts.num_parameters or int(size * 8 / stored_form(path)),
         problem=facts.problem,
         is_base=is_base,
+        is_own=removal.is_own(path),
+    )
+
+
+def _of_repository(found: hub.HubRepository) -> ModelChoice:
+    from termgen.engine.device.loader.gguf_keys import ARCHITECTURES
+
+    problem = ""
+    if found.architecture and found.architecture not in ARCHITECTURES:
+        problem = f"the architecture {found.architecture!r} is not supported from GGUF"
+    gated = "gated: accept its terms on the hub first" if found.is_gated else ""
+    notes = (f"{found.downloads:,} downloads", _weights_words(found.num_parameters), gated)
+    return ModelChoice(
+        found.hub_id,
+        " · ".join(note for note in notes if note),
+        is_here=False,
+        num_weights=found.num_parameters,
+        problem=problem,
+        is_repository=True,
+    )
+
+
+def _weights_words(number: int) -> str:
+    if number >= 10**9:
+        return f"{number / 1e9:.1f}B weights"
+    return f"{number / 1e6:.0f}M weights" if number else ""
+
+
+def _of_hub_file(name: str, file: hub.HubFile, machine: Machine) -> ModelChoice:
+    path = Path(file.name)
+    problem = f"it is in {file.parts} parts, and termgen reads one file" if file.parts > 1 else ""
+    return ModelChoice(
+        name,
+        name,
+        file.size_bytes,
+        is_here=False,
+        needs=None if problem else machine.needs(None, path, file.size_bytes),
+        title=path.stem,
+        quantization=file.quantization,
+        num_weights=int(file.size_bytes * 8 / stored_form(path)),
+        problem=problem,
     )
 
 

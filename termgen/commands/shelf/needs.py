@@ -95,6 +95,26 @@ def _best(choices: Iterable[ModelChoice]) -> ModelChoice | None:
     return max(quick, key=lambda c: (_num_weights(c), -(c.size_bytes or 0)), default=None)
 
 
+def mark_best_file(choices: Iterable[ModelChoice]) -> list[ModelChoice]:
+    """Mark the best file of one model for this machine: the largest of up to 8 bits a weight that
+    fits and may write ten tokens a second, or else the smallest that fits."""
+    choices = list(choices)
+    fit = [c for c in choices if c.needs is not None and c.needs.fits and is_usable(c)]
+    quick = [
+        c
+        for c in fit
+        if c.needs is not None
+        and (c.needs.tokens_per_s or 0.0) >= FLUENT_TOKENS_PER_S
+        and stored_form(Path(c.name)) < INT8_BITS
+    ]
+    best = max(quick, key=_size_of, default=min(fit, key=_size_of, default=None))
+    return [replace(c, is_best=c is best) for c in choices]
+
+
+def _size_of(choice: ModelChoice) -> int:
+    return choice.size_bytes or 0
+
+
 def is_usable(choice: ModelChoice) -> bool:
     return not choice.problem and not choice.is_base and not choice.is_repository
 

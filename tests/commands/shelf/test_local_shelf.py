@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine, make_memory_ledger, make_model_info
+from fake_hub import FakeRepository, fake_hub
 from gguf_samples import write_model
 
 from termgen.client import TokenDelta
@@ -27,11 +28,11 @@ from termgen.errors import (
     ModelError,
     ModelNotFoundError,
 )
-from termgen.library import catalog, stores
+from termgen.library import catalog, hub_files, stores
 from termgen.library.fetch import Progress
 from termgen.library.local_models import find_others
 from termgen.vocabulary.events import EngineSnapshot
-from termgen.vocabulary.memory_ledger import GIB
+from termgen.vocabulary.memory_ledger import GIB, WeightReads
 from termgen.vocabulary.model_shelf import ModelChoice
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -188,7 +189,60 @@ async def test_the_memory_is_measured_once_and_never_beside_a_request(
     assert await rates() == {False} and measured == [3], "it would push others out of the memory"
     on_gpu = replace(engine.model, device="cuda:0", num_threads=0)
     shelf = LocalShelf(holder_of(None, FakeEngine(model=on_gpu)))
-    assert await rates() == {False} and measured == [3], "the engine's start measures a GPU"
+    assert await rates() == {False} and measured == [3]
+    reads = WeightReads(always_bytes=GIB, bytes_per_s=2e12)
+    on_gpu = replace(on_gpu, memory=replace(ledger, reads=reads))
+    shelf = LocalShelf(holder_of(None, FakeEngine(model=on_gpu)))
+    assert await rates() == {True} and measured == [3], "a GPU's is known by its clock"
+
+
+async def test_the_hub_in_the_picker(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama_dir: Path
+) -> None:
+    monkeypatch.setattr(hub_files, "LARGE_BYTES", 1000)
+    ledger = make_memory_ledger(total_bytes=16 * GIB, limit_bytes=16 * GIB, kv_cache_bytes=GIB)
+    engine = FakeEngine(model=make_model_info(memory=ledger, device="cuda:0"))
+    shelf = LocalShelf(holder_of(None, engine))
+    content = write_model(tiny_llama_dir, machine / "tiny.gguf", arch="llama").read_bytes()
+    with fake_hub(monkeypatch, str(machine / "hub")) as server:
+        server.repositories["org/tiny-GGUF"] = FakeRepository(
+            {"tiny-Q8_0.gguf": content, "tiny-F16-00001-of-00002.gguf": content},
+            downloads=12_345,
+            gguf={"architecture": "llama", "total": 1_234_000_000},
+        )
+        server.repositories["org/tiny-bert"] = FakeRepository({}, gguf={"architecture": "bert"})
+        first, second = await shelf.search("tiny")
+        assert first.is_repository and first.detail == "12,345 downloads · 1.2B weights"
+        assert not first.problem and second.problem.startswith("the architecture 'bert' is not")
+        files = {choice.shown: choice for choice in await shelf.files("org/tiny-GGUF")}
+        assert "is in 2 parts" in files["tiny-F16-00001-of-00002"].problem
+        file = files["tiny-Q8_0"]
+        assert file.is_best and not file.is_here and file.quantization == "Q8_0"
+        await shelf.fetch(file.name, silent)
+        (here,) = [choice for choice in await shelf.files("org/tiny-GGUF") if choice.is_here]
+        assert here.is_own and here.size_bytes == len(content)
+        (listed,) = [c for c in await shelf.choices() if c.name == file.name]
+        assert listed.is_own and listed.shown == "tiny-Q8_0" and not listed.problem
+        assert await shelf.remove(file.name) == len(content)
+        assert not any(choice.name == file.name for choice in await shelf.choices())
+        with pytest.raises(ModelNotFoundError):
+            await shelf.remove(file.name)
+    own = put_gguf(machine / "cache" / "models" / "own.gguf")
+    shelf = LocalShelf(holder_of(str(own), engine))
+    with pytest.raises(ModelError, match="is in use: choose another model first"):
+        await shelf.remove(str(own))
+    assert own.exists()
+
+
+async def test_a_hub_that_hangs_is_given_up(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr("termgen.commands.shelf.local_shelf.HUB_WAIT_S", 0.05)
+    monkeypatch.setattr("termgen.library.hub.search", lambda words: may_end.wait(20))
+    try:
+        with pytest.raises(DownloadError, match="cannot search the hub: no answer in 0 s"):
+            await LocalShelf(holder_of(None)).search("x")
+    finally:
+        may_end.set()
 
 
 async def test_what_is_gone_does_not_break_the_list(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from termgen.commands.shelf.model_facts import ModelFacts
-from termgen.commands.shelf.needs import Machine, mark_best
+from termgen.commands.shelf.needs import Machine, mark_best, mark_best_file
 from termgen.config import EngineConfig
 from termgen.vocabulary.model_shelf import ModelChoice, Needs
 
@@ -105,3 +105,16 @@ def test_one_to_fetch_is_marked_only_if_it_is_larger() -> None:
     assert best(good) == ["good"]
     unknown = replace(small, needs=Needs(weights_bytes=GB))
     assert best(unknown) == [], "where the memory or its rate is not known, none is"
+
+
+def test_the_best_file_of_one_model() -> None:
+    def best_of(*files: ModelChoice) -> list[str]:
+        return [c.name for c in mark_best_file(files) if c.is_best]
+
+    q4, q8 = choice("m-Q4_K_M.gguf", 4, 20, size=2.5), choice("m-Q8_0.gguf", 4, 11, size=4.3)
+    f16 = choice("m-F16.gguf", 4, 10.5, size=8)
+    assert best_of(q4, q8, f16) == ["m-Q8_0.gguf"]
+    assert best_of(q4, replace(q8, problem="in 2 parts")) == ["m-Q4_K_M.gguf"]
+    slow = replace(q4, needs=Needs(weights_bytes=GB, room_bytes=2 * GB, tokens_per_s=3))
+    assert best_of(slow, choice("m-Q8_0.gguf", 4, 2, size=4.3)) == ["m-Q4_K_M.gguf"]
+    assert best_of(choice("m-Q4_0.gguf", 4, 20, fits=False)) == []
