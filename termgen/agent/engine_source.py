@@ -60,7 +60,8 @@ class EngineSource:
 
     async def models(self) -> list[ModelChoice]:
         """The models that need not be fetched. Raises `TermgenError`."""
-        return [choice for choice in await self._shelf.choices() if choice.is_here]
+        choices = await self._shelf.choices()
+        return [choice for choice in choices if choice.is_here and not choice.problem]
 
     async def switch(self, name: str) -> EngineClient:
         """Change to another model. Raises `TermgenError`; the former one then answers again, if it

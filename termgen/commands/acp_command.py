@@ -119,8 +119,8 @@ async def _serve(
 def _own_engine(config: EngineConfig) -> EngineSource:
     """An engine of this process."""
     from termgen.agent.engine_source import EngineSource
-    from termgen.commands.chat import LocalShelf
     from termgen.commands.launch import EngineHolder
+    from termgen.commands.shelf.local_shelf import LocalShelf
     from termgen.library.catalog import ensure_model
     from termgen.library.progress import TerminalProgress
 

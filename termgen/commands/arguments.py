@@ -87,7 +87,10 @@ def build_parser() -> FlagParser:
     text = "list known models and those on disk"
     models = commands.add_parser("models", help=text, description=text)
     models.add_argument(
-        "words", nargs="*", metavar="WORD", help="only those with these words, such as q4 or qwen"
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="only those with these words, such as q4 or qwen; `rm NAME` deletes a fetched one",
     )
     models.add_argument("--json", action="store_true", help="print JSON")
     models.set_defaults(run="models")
@@ -96,7 +99,9 @@ def build_parser() -> FlagParser:
     _add_keys(commands)
 
     pull = commands.add_parser("pull", help="fetch a model", description="fetch a model")
-    pull.add_argument("name", help="name from `termgen models`, or a hub id such as org/name")
+    pull.add_argument(
+        "name", help="name from `termgen models`, a hub id such as org/name, or org/name:Q4_K_M"
+    )
     pull.set_defaults(run="pull")
 
     _add_tune(commands)

@@ -319,8 +319,12 @@ def compare_command(args: argparse.Namespace) -> int:
 
 
 def models_command(args: argparse.Namespace) -> int:
-    from termgen.commands.models_command import list_models
+    from termgen.commands.models_command import list_models, remove_model
 
+    if args.words[:1] == ["rm"]:
+        if len(args.words) != 2 or args.json:
+            raise ConfigError("say `termgen models rm NAME`, with one name", param="words")
+        return remove_model(args.words[1])
     return list_models(as_json=args.json, words=" ".join(args.words))
 
 

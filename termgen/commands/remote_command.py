@@ -120,6 +120,19 @@ class RemoteHolder:
             raise EngineError(f"the server has no {name!r}; the list shows what it has")
         return self._choice(found)
 
+    @property
+    def can_search(self) -> bool:
+        return False
+
+    async def search(self, words: str) -> list[ModelChoice]:
+        raise EngineError("a server's models are its own: nothing is fetched for it")
+
+    async def files(self, name: str) -> list[ModelChoice]:
+        raise EngineError("a server's models are its own: nothing is fetched for it")
+
+    async def remove(self, name: str) -> int:
+        raise EngineError("a server's models are its own: they are not deleted from here")
+
     async def fetch(self, name: str, report: Callable[[str, float], None]) -> None:
         """Do nothing: a server has every model that it lists."""
 

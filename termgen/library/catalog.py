@@ -8,15 +8,17 @@ and looking a model up never uses the network. No torch here: the command line i
 from __future__ import annotations
 
 import difflib
-import json
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from termgen.errors import CacheError, DownloadError, ModelNotFoundError
+from termgen.errors import (
+    CacheError,
+    DownloadError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from termgen.library.fetch import (
     Progress,
     WheelPart,
@@ -24,11 +26,22 @@ from termgen.library.fetch import (
     fetch_hub_snapshot,
     fetch_wheel_member,
 )
+from termgen.library.hub import model_files
+from termgen.library.hub_names import choose_file, is_hub_file, is_hub_id, split_hub_file
+from termgen.library.places import hub_cache_folder, models_folder
+from termgen.library.stores import (
+    HUB_PREFIX,
+    Look,
+    has_weights,
+    hub_snapshot,
+    is_gguf,
+    look_up,
+    store_of,
+)
 from termgen.library.user_cache import cache_root
 
 DEFAULT_MODEL = "smollm2-135m"
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _APACHE = "Apache-2.0"
 _GEMMA = "Gemma terms of use"
 _LLAMA = "Llama community license; gated: accept it on the hub first"
@@ -86,7 +99,7 @@ class CatalogModel:
     quantization: str = ""
     """Quantisation as in the file's name; empty for the published 16-bit weights."""
     default_params: Mapping[str, float] = field(default_factory=dict)
-    """The authors' recommended sampling, for files that do not carry it themselves."""
+    """Recommended sampling, for files that do not carry it themselves."""
     is_base: bool = False
     """A base model: it continues text and has no chat template."""
 
@@ -167,7 +180,9 @@ CATALOG: dict[str, CatalogModel] = {
             _APACHE,
             wheel=_SMOLLM2_WHEEL,
             quantization="Q4_1",
-            default_params={"temperature": 0.2, "top_p": 0.9},
+            # Its authors' values, and a penalty: over 22 questions and 8 seeds it takes answers
+            # that repeat themselves from 22% to none, and right capitals from 69% to 90%.
+            default_params={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.15},
         ),
         CatalogModel("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 726 * _MB, _APACHE),
         CatalogModel("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", 3430 * _MB, _APACHE),
@@ -229,10 +244,10 @@ def resolve_model(
     if known is not None:
         found = _find_known(known)
     else:
-        found = _find_path(name) or _find_in_hub_cache(name)
+        found = _find(name)
     if found is not None:
         return found
-    if allow_download and (known is not None or is_hub_id(name)):
+    if allow_download and (known is not None or is_hub_id(name) or is_hub_file(name)):
         return pull(name, on_progress)
     raise _not_found(name, known)
 
@@ -242,8 +257,10 @@ def pull(name: str, on_progress: Progress | None = None) -> LocalModel:
     report = on_progress or _silent
     known = CATALOG.get(name.lower())
     if known is None:
-        found = _find_path(name) or _find_in_hub_cache(name)
+        found = _find(name)
         if found is None:
+            if is_hub_file(name):
+                return _pull_file(name, report)
             if not is_hub_id(name):
                 raise _not_found(name, None)
             found = _pull_from_hub(name, name, None, report)
@@ -271,6 +288,25 @@ def pull(name: str, on_progress: Progress | None = None) -> LocalModel:
     raise DownloadError("; ".join(map(str, failures))) from failures[0]
 
 
+def _pull_file(name: str, report: Progress) -> LocalModel:
+    """Fetch one file of a repository: org/name:FILE or org/name:QUANTISATION."""
+    hub_id, wanted = split_hub_file(name)
+    files = {file.name: file for file in model_files(hub_id)}
+    chosen = choose_file(hub_id, files, wanted, where="on the hub")
+    if chosen is None:
+        kinds = ", ".join(dict.fromkeys(f.quantization for f in files.values() if f.quantization))
+        raise ModelNotFoundError(
+            f"{hub_id} has no GGUF file {wanted}; "
+            + (f"it has {kinds}" if kinds else "it has none of a known type")
+        )
+    file = files[chosen]
+    if file.parts > 1:
+        raise UnsupportedModelError(
+            f"{hub_id}:{chosen} is in {file.parts} parts, and termgen reads one file"
+        )
+    return _pull_from_hub(f"{hub_id}:{chosen}", hub_id, file.size_bytes, report, file=chosen)
+
+
 def list_models() -> list[ModelEntry]:
     """All catalog models, with their state on this machine."""
     entries = []
@@ -288,11 +324,6 @@ def list_models() -> list[ModelEntry]:
             )
         )
     return entries
-
-
-def models_folder() -> Path:
-    """Folder for fetched model files."""
-    return cache_root() / "models"
 
 
 def tuned_folder() -> Path:
@@ -337,6 +368,14 @@ def _find_known(model: CatalogModel) -> LocalModel | None:
     return _find_in_hub_cache(model.hub_id, name=model.name, file=model.hub_file)
 
 
+def _find(name: str) -> LocalModel | None:
+    """A model without a catalog name."""
+    found = _find_path(name) or _find_in_hub_cache(name)
+    if found is None and is_hub_file(name):
+        found = _find_hub_file(name)
+    return found or _find_in_store(name)
+
+
 def _find_path(name: str) -> LocalModel | None:
     try:
         path = Path(name).expanduser()
@@ -367,59 +406,53 @@ def _find_path(name: str) -> LocalModel | None:
     raise ModelNotFoundError(f"the folder {path} has no config.json and no .gguf file")
 
 
-def is_hub_id(name: str) -> bool:
-    return (
-        _HUB_ID.fullmatch(name) is not None
-        and ".." not in name
-        and not name.lower().endswith((".gguf", ".json", ".safetensors"))
-    )
-
-
-def hub_cache_folder() -> Path:
-    """The hub client's cache folder, found by its rules without importing it."""
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if folder := os.environ.get(variable):
-            return Path(os.path.expandvars(folder)).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(os.path.expandvars(home)).expanduser() / "hub"
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expandvars(cache)).expanduser() / "huggingface" / "hub"
-
-
 def _find_in_hub_cache(
     hub_id: str, *, name: str | None = None, file: str | None = None
 ) -> LocalModel | None:
-    """models--org--name/refs/main names a commit; snapshots/<commit> is the folder."""
+    """The folder with config.json, or a file, of the newest commit in the hub's cache."""
     if not is_hub_id(hub_id):
         return None
-    repository = hub_cache_folder() / ("models--" + hub_id.replace("/", "--"))
-    try:
-        commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
+    snapshot = hub_snapshot(hub_cache_folder() / (HUB_PREFIX + hub_id.replace("/", "--")))
+    if snapshot is None:
         return None
-    if not re.fullmatch(r"\w+", commit):
-        return None
-    snapshot = repository / "snapshots" / commit
     if file is not None:
         path = snapshot / file  # the hub client makes this link when the file is complete
         return LocalModel(name or hub_id, path, "gguf", str(path)) if path.is_file() else None
-    if not _has_weights(snapshot):
+    if not has_weights(snapshot):
         return None
     return LocalModel(name or hub_id, snapshot, "folder", str(snapshot))
 
 
-def _has_weights(folder: Path) -> bool:
-    """False for a snapshot whose download was interrupted."""
-    if not (folder / "config.json").is_file():
-        return False
-    if (folder / "model.safetensors").is_file():
-        return True
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
-        shards = set(index["weight_map"].values())
-        return bool(shards) and all((folder / shard).is_file() for shard in shards)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+def _find_hub_file(name: str) -> LocalModel | None:
+    """A file of a repository in the hub's cache, by a name such as org/name:Q4_K_M."""
+    hub_id, file = split_hub_file(name)
+    repository = hub_cache_folder() / (HUB_PREFIX + hub_id.replace("/", "--"))
+    snapshot = hub_snapshot(repository)
+    if snapshot is None:
+        return None
+    paths = {p.relative_to(snapshot).as_posix(): p for p in Look().through(snapshot, 2)}
+    whole = [name for name, path in paths.items() if is_gguf(path)]
+    chosen = choose_file(hub_id, whole, file, where="in the hub cache")
+    if chosen is None:
+        return None
+    hub_name, path = f"{hub_id}:{chosen}", paths[chosen]
+    return LocalModel(hub_name, path, "gguf", str(path))
+
+
+def _find_in_store(name: str) -> LocalModel | None:
+    """A model of another program, by a name such as ollama:qwen3:8b."""
+    store = store_of(name)
+    if store is None:
+        return None
+    found = look_up(name)
+    if found is None:
+        raise ModelNotFoundError(
+            f"{store.label} has no model {name.partition(':')[2]!r} on this machine; "
+            "`termgen models` lists what is here"
+        )
+    if found.problem:
+        raise UnsupportedModelError(f"{name}: {found.problem}")
+    return LocalModel(found.name, found.path, "gguf", str(found.path))
 
 
 def _size(path: Path) -> int:
@@ -439,7 +472,7 @@ def _not_found(name: str, known: CatalogModel | None) -> ModelNotFoundError:
         return ModelNotFoundError(f"no such file or folder: {name}")
     close = difflib.get_close_matches(name.lower(), CATALOG, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    if is_hub_id(name):
+    if is_hub_id(name) or is_hub_file(name):
         return ModelNotFoundError(
             f"{name} is neither a folder nor in the hub cache: `termgen pull {name}` fetches it"
         )

@@ -22,10 +22,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from termgen.errors import CacheError, DownloadError
+from termgen.library.hub_files import fetch_large_files, note_fetched, repository_folder
 
 Progress = Callable[[str, float], None]
 """Called with the stage and its completed share, 0 to 1; from any thread, one call at a time."""
@@ -269,17 +271,23 @@ def fetch_hub_snapshot(
     repo_id: str, expected_bytes: int | None, on_progress: Progress, *, file: str | None = None
 ) -> None:
     """Download a repository's weights, configuration and tokenizer, or one file, into the hub's
-    own cache."""
+    own cache. Large files are checked, and a broken download of them is resumed the next time."""
     # takes 0.3 s to import
     from huggingface_hub import errors, snapshot_download
 
+    what = f"fetching {repo_id}"
     try:
+        folder = repository_folder(repo_id)
+        before = fetch_large_files(repo_id, _wanted(file), on_progress)
         snapshot_download(
             repo_id,
             allow_patterns=list(HUB_PATTERNS) if file is None else [file],
             ignore_patterns=list(HUB_IGNORED) if file is None else None,
-            tqdm_class=_progress_class(f"fetching {repo_id}", expected_bytes, on_progress),
+            tqdm_class=_progress_class(what, expected_bytes, on_progress),
         )
+        note_fetched(folder, before)
+    except DownloadError:
+        raise
     except errors.GatedRepoError as error:
         raise DownloadError(
             f"{repo_id} is gated: accept its terms at https://huggingface.co/{repo_id}, then run "
@@ -294,6 +302,18 @@ def fetch_hub_snapshot(
     except Exception as error:
         # The hub client passes on exceptions of its HTTP library, which depends on the version.
         raise _hub_error(repo_id, error) from error
+
+
+def _wanted(file: str | None) -> Callable[[str], bool]:
+    """The names of the files to fetch: by the patterns, or this one."""
+    if file is not None:
+        return lambda name: name == file
+
+    def is_wanted(name: str) -> bool:
+        is_ignored = any(fnmatch(name, pattern) for pattern in HUB_IGNORED)
+        return not is_ignored and any(fnmatch(name, pattern) for pattern in HUB_PATTERNS)
+
+    return is_wanted
 
 
 def _hub_error(repo_id: str, error: Exception) -> DownloadError:

@@ -1,43 +1,23 @@
-"""Models on this machine that the catalog does not name, for the model picker.
-
-Looks in the hub's cache, in the folder of fetched files, and beside the model in use. Reads names
-and sizes only.
-"""
+"""Models on this machine that the catalog does not name, for the model picker."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from termgen.errors import ModelNotFoundError
-from termgen.library.catalog import (
-    CATALOG,
-    LocalModel,
-    hub_cache_folder,
-    models_folder,
-    resolve_model,
-)
+from termgen.library.catalog import CATALOG, LocalModel, resolve_model
+from termgen.library.places import hub_cache_folder
+from termgen.library.stores import FoundModel, Look, find_models, folder_models
 
-MAX_FOUND = 100
-PREFIX = "models--"
+BESIDE = "beside the model in use"
 
 
-def find_others(beside: Path | None = None) -> list[LocalModel]:
+def find_others(beside: Path | None = None) -> list[FoundModel]:
     """Models without a catalog name. `beside`: a model whose folder is searched too."""
     known = _known_paths()
-    found: dict[Path, LocalModel] = {}
-    for name in (*_hub_names(), *_names_in(models_folder()), *_names_beside(beside)):
-        if len(found) == MAX_FOUND:
-            break
-        try:
-            model = resolve_model(name)
-        except ModelNotFoundError:
-            continue  # an incomplete download, or not a model
-        path = model.path.resolve()
-        if path not in known:
-            found.setdefault(path, model)
-    return list(found.values())
+    found = [model for model in find_models() if model.path.resolve() not in known]
+    known.update(model.path.resolve() for model in found)
+    return found + [model for model in _beside(beside) if model.path.resolve() not in known]
 
 
 def size_of(model: LocalModel) -> int:
@@ -58,28 +38,11 @@ def _known_paths() -> set[Path]:
     return paths
 
 
-def _hub_names() -> Iterator[str]:
-    """Hub ids in the cache: a folder `models--org--name` is org/name."""
-    for folder in _listed(hub_cache_folder()):
-        if folder.name.startswith(PREFIX):
-            yield folder.name.removeprefix(PREFIX).replace("--", "/", 1)
-
-
-def _names_in(folder: Path) -> Iterator[str]:
-    for path in _listed(folder):
-        # os.path: `Path.is_file` raises for a folder without read permission
-        if path.suffix.lower() == ".gguf" or os.path.isfile(path / "config.json"):
-            yield str(path)
-
-
-def _names_beside(model: Path | None) -> Iterator[str]:
-    """Models beside this one; none in the hub's cache, where only other commits lie beside it."""
-    if model is not None and hub_cache_folder() not in model.parents:
-        yield from _names_in(model.parent)
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
+def _beside(model: Path | None) -> list[FoundModel]:
+    """Models in the folder of this one. None for one without a name of its own, as in the hub's
+    cache, where other commits lie beside it, and among Ollama's blobs."""
+    if model is None or hub_cache_folder() in model.parents:
         return []
+    if model.is_file() and model.suffix.lower() != ".gguf":
+        return []
+    return list(folder_models(model.parent, BESIDE, Look()))

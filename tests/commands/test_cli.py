@@ -295,8 +295,46 @@ def test_models_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and f"{catalog.DEFAULT_MODEL} (default)" in out
     code, out, _ = run(capsys, "models", "--json")
     listed = json.loads(out)
-    assert [entry["name"] for entry in listed] == list(catalog.CATALOG)
+    known = [entry for entry in listed if entry["store"] is None]
+    assert [entry["name"] for entry in known] == list(catalog.CATALOG)
     assert {"path", "size_bytes", "license", "hub_id"} <= listed[0].keys()
+
+
+def test_models_of_other_programs_are_listed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path / "termgen"))
+    folder = tmp_path / ".lmstudio" / "models" / "org" / "tiny-GGUF"
+    folder.mkdir(parents=True)
+    for name in ("tiny-Q8_0.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf"):
+        (folder / name).write_bytes(b"GGUF".ljust(2_000_000))
+    code, out, _ = run(capsys, "models", "lmstudio")
+    rows = [line.split() for line in out.splitlines() if line]
+    assert code == 0 and rows[0][0] == "ALSO" and "2 on this machine, 6 MB" in out
+    assert rows[1][:4] == ["lmstudio:org/tiny-GGUF/tiny-Q8_0", "Q8_0", "2", "MB"]
+    assert rows[2][0] == "lmstudio:org/tiny-GGUF/big" and "it is in 2 parts: join them" in out
+    code, out, _ = run(capsys, "models", "--json", "tiny-gguf", "q8")
+    (found,) = json.loads(out)
+    assert (found["store"], found["size_bytes"], found["problem"]) == ("LM Studio", 2_000_000, None)
+
+
+def test_a_fetched_model_is_deleted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path))
+    file = tmp_path / "models" / "own.gguf"
+    file.parent.mkdir()
+    file.write_bytes(b"GGUF".ljust(2_000_000))
+    assert "with one name" in one_line_error(capsys, "models", "rm")
+    assert "with one name" in one_line_error(capsys, "models", "rm", "a", "b")
+    assert "no such file" in one_line_error(capsys, "models", "rm", str(tmp_path / "x.gguf"))
+    code, out, _ = run(capsys, "models", "rm", str(file))
+    assert (code, out) == (0, f"{file}: deleted, 2 MB freed\n") and not file.exists()
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"GGUF")
+    assert "was not fetched by termgen" in one_line_error(capsys, "models", "rm", str(other))
+    assert other.exists()
 
 
 def test_models_are_found_by_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,8 @@ PARAMS = SamplingParams()
 
 
 class Shelf:
+    can_search = True
+
     async def choices(self) -> list[ModelChoice]:
         return [ModelChoice("one-model")]
 

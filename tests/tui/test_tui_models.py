@@ -25,15 +25,18 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.errors import DownloadError, EngineError, TermgenError
+from termgen.tui.chat.widgets.prompt import Prompt
 from termgen.tui.models import ModelScreen, caution, choice_row
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.spans import row_text, row_width
-from termgen.vocabulary.model_shelf import ModelChoice, Report, Switch
+from termgen.vocabulary.model_shelf import ModelChoice, Needs, Report, Switch
 
-SMALL = ModelChoice("smollm2-135m", "org/small", 10**8, is_current=True, needs_bytes=6 * 10**8)
-OTHER = ModelChoice("other", "/models/other.gguf", 2 * 10**9, needs_bytes=10**9, fits=True)
-REMOTE = ModelChoice("qwen3-0.6b", "Qwen/Qwen3-0.6B", 152 * 10**7, is_here=False, fits=True)
-HUGE = ModelChoice("huge", "/models/huge", 10**11, needs_bytes=2 * 10**11, fits=False)
+GB = 10**9
+ROOM = Needs(weights_bytes=GB, working_bytes=GB // 10, room_bytes=8 * GB)
+SMALL = ModelChoice("smollm2-135m", "org/small", GB // 10, is_current=True, needs=ROOM)
+OTHER = ModelChoice("other", "/models/other.gguf", 2 * GB, needs=ROOM)
+REMOTE = ModelChoice("qwen3-0.6b", "Qwen/Qwen3-0.6B", 152 * 10**7, is_here=False, needs=ROOM)
+HUGE = ModelChoice("huge", "/models/huge", 100 * GB, needs=replace(ROOM, weights_bytes=200 * GB))
 
 
 class FakeShelf:
@@ -48,6 +51,12 @@ class FakeShelf:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.stopped = 0
+        self.repositories = [
+            ModelChoice("org/a-GGUF", "12,345 downloads", is_here=False, is_repository=True),
+            ModelChoice(
+                "org/odd-GGUF", is_here=False, is_repository=True, problem="'bert' is not supported"
+            ),
+        ]
 
     async def choices(self) -> list[ModelChoice]:
         return self._choices
@@ -56,6 +65,26 @@ class FakeShelf:
         if name == "nonsense":
             raise EngineError("unknown model 'nonsense'")
         return next((c for c in self._choices if c.name == name), replace(REMOTE, name=name))
+
+    can_search = True
+
+    async def search(self, words: str) -> list[ModelChoice]:
+        self.done.append(f"search {words}")
+        if self.fetch_error is not None:
+            raise self.fetch_error
+        return self.repositories
+
+    async def files(self, name: str) -> list[ModelChoice]:
+        self.done.append(f"files {name}")
+        small = replace(REMOTE, name=f"{name}:a-Q4_K_M.gguf", title="a-Q4_K_M")
+        return [small, replace(small, name=f"{name}:a-Q8_0.gguf", title="a-Q8_0", is_best=True)]
+
+    async def remove(self, name: str) -> int:
+        self.done.append(f"remove {name}")
+        if self.fetch_error is not None:
+            raise self.fetch_error
+        self._choices = [choice for choice in self._choices if choice.name != name]
+        return 10**9
 
     async def fetch(self, name: str, report: Report) -> None:
         self.done.append(f"fetch {name}")
@@ -95,7 +124,14 @@ async def opened(app: Any, pilot: Any) -> ModelScreen:
 
 def lines(screen: ModelScreen) -> list[str]:
     models = screen.query_one(OptionList)
-    return [str(models.get_option_at_index(i).prompt) for i in range(models.option_count)]
+    options = [models.get_option_at_index(i) for i in range(models.option_count)]
+    return [str(option.prompt) for option in options if not option.disabled]
+
+
+def headers(screen: ModelScreen) -> list[str]:
+    models = screen.query_one(OptionList)
+    options = [models.get_option_at_index(i) for i in range(models.option_count)]
+    return [str(option.prompt).strip() for option in options if option.disabled]
 
 
 def message(screen: ModelScreen) -> str:
@@ -111,7 +147,9 @@ async def test_another_model_goes_on_with_the_conversation() -> None:
         await pilot.press("f5")
         screen = await opened(app, pilot)
         assert lines(screen)[0].startswith("● smollm2-135m") and "100 MB" in lines(screen)[0]
-        assert "fits" in lines(screen)[1] and "to fetch" in lines(screen)[2]
+        assert "fits" in lines(screen)[1] and "too large" in lines(screen)[2]
+        assert [line.split()[0] for line in lines(screen)[1:]] == ["other", "huge", "qwen3-0.6b"]
+        assert headers(screen) == ["on this machine · 3 models, 102.1 GB", "to fetch"]
         await pilot.press("down", "enter")
         await wait_until(pilot, lambda: app.screen is chat)
         await wait_until(pilot, lambda: "other answers from here on" in chat.transcript.plain_text)
@@ -136,7 +174,7 @@ async def test_fetching_shows_how_far_it_is_and_can_be_stopped() -> None:
         shelf.go_on.clear()
         await pilot.press("f5")
         screen = await opened(app, pilot)
-        await pilot.press("down", "down", "enter")
+        await pilot.press("end", "enter")
         await pilot.pause()
         assert "⏎ again fetches 1.5 GB" in message(screen) and shelf.done == []
         await pilot.press("enter")
@@ -177,7 +215,7 @@ async def test_no_engine_at_all_leaves_the_list() -> None:
         await ready(app, pilot)
         await pilot.press("f5")
         screen = await opened(app, pilot)
-        await pilot.press("end", "enter")
+        await pilot.press("down", "down", "enter")
         await pilot.pause()
         assert "too large for the memory; ⏎ again tries" in message(screen)
         await pilot.press("enter")
@@ -227,7 +265,7 @@ async def test_models_by_name() -> None:
         await pilot.press("enter")
         screen = await opened(app, pilot)
         await wait_until(pilot, lambda: "org/new: ⏎ again fetches" in message(screen))
-        assert "org/new" in lines(screen)[0]
+        assert lines(screen)[-2].startswith("  org/new"), "to fetch, and marked"
         await pilot.press("enter")
         await wait_until(pilot, lambda: shelf.done[-1] == "switch org/new")
 
@@ -285,22 +323,180 @@ def test_lines_fit(width: int) -> None:
     assert caution(OTHER) == ""
 
 
-async def test_the_size_in_memory_is_explained() -> None:
-    """A file of four bits a weight takes more memory than one of sixteen may seem to."""
-    small = replace(OTHER, name="q4", size_bytes=25 * 10**8, needs_bytes=49 * 10**8, held_as="int8")
-    app, _ = picker_app(replace(SMALL, held_as="int8"), small, REMOTE)
+async def test_the_needs_of_the_marked_model_are_explained() -> None:
+    needs = Needs(
+        weights_bytes=49 * GB // 10,
+        held_as="int8",
+        kv_bytes=11 * GB // 10,
+        context=32_768,
+        working_bytes=GB // 2,
+        room_bytes=21 * GB,
+        tokens_per_s=12.4,
+    )
+    fits = replace(OTHER, name="q4", quantization="Q4_K_M", needs=needs, is_best=True)
+    short = replace(OTHER, name="short", needs=replace(needs, room_bytes=6 * GB, tokens_per_s=2.7))
+    old = replace(OTHER, name="old", problem="the architecture 'bert' is not supported", needs=None)
+    app, shelf = picker_app(SMALL, fits, short, old, REMOTE)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        words = "weights 1.0 GB + steps 100 MB = 1.1 GB of 8.0 GB free"
+        await wait_until(pilot, lambda: message(screen) == words)
+        assert lines(screen)[1].startswith("★ q4") and "Q4_K_M   ≈5.4 GB" in lines(screen)[1]
+        assert "≤12/s" in lines(screen)[1] and "≤2.7/s" in lines(screen)[2]
+        await pilot.press("down")
+        words = (
+            "weights 4.9 GB (int8) + KV cache 1.1 GB for 32,768 tokens + steps 500 MB = 6.5 GB of "
+            "21.0 GB free · at most 12 tokens/s · ★ best for this machine"
+        )
+        await wait_until(pilot, lambda: message(screen) == words)
+        await pilot.press("down")
+        await wait_until(pilot, lambda: "6.0 GB free, with a shorter context" in message(screen))
+        await pilot.press("down")
+        words = "cannot run: the architecture 'bert' is not supported"
+        await wait_until(pilot, lambda: message(screen) == words)
+        assert words in lines(screen)[3]
+        await pilot.press("enter", "enter")
+        await pilot.pause()
+        assert message(screen) == f"old {words}" and shelf.done == []
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: "⏎ again" in message(screen))
+        await pilot.press("home")
+        await wait_until(pilot, lambda: message(screen).startswith("weights 1.0 GB + steps"))
+
+
+async def test_the_hub_is_searched() -> None:
+    app, shelf = picker_app()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        chat = app.chat
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        await pilot.press("ctrl+f")
+        await wait_until(pilot, lambda: "type words to search" in message(screen))
+        await type_text(pilot, "tiny q4")
+        await wait_until(pilot, lambda: "searches the hub" in message(screen))
+        shelf.fetch_error = DownloadError("cannot search the hub: no route to host")
+        await pilot.press("ctrl+f")
+        await wait_until(pilot, lambda: "no route to host" in message(screen))
+        shelf.fetch_error = None
+        await pilot.press("ctrl+f")
+        await wait_until(pilot, lambda: headers(screen) == ["repositories of the hub"])
+        assert shelf.done == ["search tiny q4"] * 2
+        assert "org/a-GGUF" in lines(screen)[0] and "12,345 downloads" in lines(screen)[0]
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: "cannot run: 'bert' is not supported" in message(screen))
+        await pilot.press("up", "enter")
+        await wait_until(pilot, lambda: headers(screen) == ["to fetch"])
+        assert "★ a-Q8_0" in lines(screen)[1]
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: headers(screen) == ["repositories of the hub"])
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: headers(screen) == ["to fetch"])
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "a-Q8_0: ⏎ again fetches" in message(screen))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.screen is chat)
+        assert shelf.done[-2:] == ["fetch org/a-GGUF:a-Q8_0.gguf", "switch org/a-GGUF:a-Q8_0.gguf"]
+
+
+async def test_a_search_without_results_says_so() -> None:
+    app, shelf = picker_app()
+    shelf.repositories = []
     async with app.run_test(size=(100, 30)) as pilot:
         await ready(app, pilot)
         await pilot.press("f5")
         screen = await opened(app, pilot)
-        await wait_until(pilot, lambda: "100 MB on disk, ≈600 MB in memory" in message(screen))
+        await pilot.press("x", "ctrl+f")
+        await wait_until(pilot, lambda: "the hub has no GGUF models" in message(screen))
+        await pilot.press("escape", "escape")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+
+
+async def test_a_fetched_model_is_deleted_after_a_question() -> None:
+    own = replace(OTHER, name="own", is_own=True)
+    app, shelf = picker_app(SMALL, own, OTHER)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        await pilot.press("delete", "delete")
+        await wait_until(pilot, lambda: "is in use" in message(screen))
+        await pilot.press("end", "delete", "delete")
+        await wait_until(pilot, lambda: "other was not fetched by termgen" in message(screen))
+        await pilot.press("up", "delete")
+        await wait_until(pilot, lambda: "again deletes 2.0 GB" in message(screen))
+        await pilot.press("up", "down", "delete")
+        await wait_until(pilot, lambda: "again deletes 2.0 GB" in message(screen))
+        assert shelf.done == [], "moving away takes the question back"
+        shelf.fetch_error = DownloadError("own cannot be deleted: it is read only")
+        await pilot.press("delete")
+        await wait_until(pilot, lambda: "read only" in message(screen))
+        shelf.fetch_error = None
+        await pilot.press("delete", "delete")
+        await wait_until(pilot, lambda: "own was deleted: 1.0 GB freed" in message(screen))
+        assert shelf.done == ["remove own"] * 2 and len(lines(screen)) == 2
+
+
+PICTURED = (
+    replace(SMALL, quantization="Q4_1", needs=replace(ROOM, tokens_per_s=136.4, held_as="int8")),
+    replace(
+        OTHER,
+        name="ollama:qwen3:8b",
+        detail="Ollama",
+        quantization="Q4_K",
+        is_best=True,
+        needs=replace(
+            ROOM,
+            weights_bytes=49 * GB // 10,
+            held_as="int8",
+            kv_bytes=GB,
+            context=32_768,
+            room_bytes=21 * GB,
+            tokens_per_s=12.4,
+        ),
+    ),
+    replace(
+        OTHER,
+        name="lmstudio:org/big-GGUF/big",
+        title="big-00001-of-00003",
+        problem="it is in 3 parts: join them with `llama-gguf-split --merge FIRST-PART NEW.gguf`",
+        needs=None,
+    ),
+    HUGE,
+    replace(REMOTE, quantization="16 bit"),
+)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_the_picker_in_pictures(snap_compare: Any, size: tuple[int, int]) -> None:
+    async def open_it(pilot: Any) -> None:
+        await ready(pilot.app, pilot)
+        for prompt in pilot.app.screen.query(Prompt):
+            prompt.cursor_blink = False
+        await pilot.press("f5")
+        screen = await opened(pilot.app, pilot)
         await pilot.press("down")
-        words = "2.5 GB on disk, ≈4.9 GB in memory: its weights are held there as int8"
-        await wait_until(pilot, lambda: message(screen) == words)
-        await pilot.press("down", "enter")
-        await wait_until(pilot, lambda: "⏎ again" in message(screen))
-        await pilot.press("up")
-        await wait_until(pilot, lambda: message(screen) == words)
+        await wait_until(pilot, lambda: "best for this machine" in message(screen))
+        await pilot.pause()
+
+    assert snap_compare(picker_app(*PICTURED)[0], terminal_size=size, run_before=open_it)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_the_hub_in_pictures(snap_compare: Any, size: tuple[int, int]) -> None:
+    async def open_it(pilot: Any) -> None:
+        await ready(pilot.app, pilot)
+        for prompt in pilot.app.screen.query(Prompt):
+            prompt.cursor_blink = False
+        await pilot.press("f5")
+        screen = await opened(pilot.app, pilot)
+        await pilot.press("a", "ctrl+f")
+        await wait_until(pilot, lambda: headers(screen) == ["repositories of the hub"])
+        await pilot.pause()
+
+    assert snap_compare(picker_app()[0], terminal_size=size, run_before=open_it)
 
 
 async def test_a_letter_that_is_bound_is_no_text() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 import weakref
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine, make_memory_ledger, make_model_info
+from fake_hub import FakeRepository, fake_hub
+from gguf_samples import write_model
 
 from termgen.client import TokenDelta
-from termgen.commands.chat import LocalShelf, weights_bytes
 from termgen.commands.launch import EngineHolder
+from termgen.commands.shelf.local_shelf import LocalShelf
+from termgen.commands.shelf.needs import weights_bytes
 from termgen.config import EngineConfig
 from termgen.errors import (
     DownloadError,
@@ -23,10 +28,11 @@ from termgen.errors import (
     ModelError,
     ModelNotFoundError,
 )
-from termgen.library import catalog
+from termgen.library import catalog, hub_files, stores
 from termgen.library.fetch import Progress
 from termgen.library.local_models import find_others
-from termgen.vocabulary.memory_ledger import GIB
+from termgen.vocabulary.events import EngineSnapshot
+from termgen.vocabulary.memory_ledger import GIB, WeightReads
 from termgen.vocabulary.model_shelf import ModelChoice
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -38,6 +44,10 @@ def silent(stage: str, share: float) -> None:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without any model."""
+    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(stores, "OLLAMA_SERVICE", tmp_path / "service")
     monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
@@ -61,7 +71,7 @@ def put_in_hub(machine: Path, hub_id: str, size: int = 1000) -> Path:
 
 def put_gguf(file: Path, size: int = 1000) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(b"g" * size)
+    file.write_bytes(b"GGUF".ljust(size, b"g"))
     return file
 
 
@@ -82,7 +92,9 @@ def test_what_the_catalog_has_no_name_for_is_found(machine: Path) -> None:
     put_folder(machine / "mine" / "b")
     (machine / "mine" / "notes").mkdir()
     found = find_others(here)
-    assert [model.name for model in found] == ["org/one--two", "fetched.Q8_0", "a", "b"]
+    own = machine / "cache" / "models" / "fetched.Q8_0.gguf"
+    names = ["org/one--two", str(own), str(here), str(machine / "mine" / "b")]
+    assert [model.name for model in found] == names
     assert find_others(catalog.resolve_model("org/one--two").path)[0].name == "org/one--two"
     assert len(find_others(catalog.resolve_model("org/one--two").path)) == 2
 
@@ -96,20 +108,141 @@ async def test_the_list(machine: Path) -> None:
     by_name = {choice.name: choice for choice in choices}
     fetched = by_name["qwen3-0.6b"]
     assert (fetched.is_here, fetched.size_bytes, fetched.detail) == (True, 5002, "Qwen/Qwen3-0.6B")
-    assert fetched.fits and not fetched.is_current
+    assert not fetched.is_current
     missing = by_name["mistral-7b"]
     assert not missing.is_here and missing.size_bytes == 14_500_000_000
-    assert missing.needs_bytes == missing.size_bytes and missing.fits is False
-    quantised = by_name["qwen3-8b-q4"]
-    assert not quantised.is_here and quantised.needs_bytes == int(5_030_000_000 * 5.8 / 4.6)
-    assert quantised.held_as == "int8"
-    assert quantised.fits and by_name["qwen3-1.7b-q8"].fits
+    assert missing.needs is not None and missing.needs.fits is False
+    assert missing.needs.weights_bytes == missing.size_bytes
+    quantised = by_name["qwen3-8b-q4"].needs
+    assert quantised is not None and quantised.weights_bytes == int(5_030_000_000 * 5.8 / 4.6)
+    assert quantised.held_as == "int8" and quantised.fits
+    smaller = by_name["qwen3-1.7b-q8"].needs
+    assert smaller is not None and smaller.fits
     assert by_name["gemma-3-270m-base-q4"].detail.startswith("continues text, has no chat template")
     current = [choice.name for choice in choices if choice.is_current]
     assert current == [str(here)]
     # the memory is unknown: no verdict
     choices = await LocalShelf(holder_of(str(here), FakeEngine())).choices()
-    assert {choice.fits for choice in choices} == {None}
+    assert {choice.needs.fits for choice in choices if choice.needs is not None} == {None}
+    here_first = [choice.is_here for choice in choices]
+    assert here_first == sorted(here_first, reverse=True) and choices[0].is_current
+
+
+async def test_models_of_other_programs_are_listed(machine: Path, tiny_llama_dir: Path) -> None:
+    digest = "a" * 64
+    root = machine / ".ollama" / "models"
+    manifest = root / "manifests" / "registry.ollama.ai" / "library" / "tiny" / "1b"
+    manifest.parent.mkdir(parents=True)
+    layer = {"mediaType": stores.OLLAMA_MODEL, "digest": f"sha256:{digest}"}
+    manifest.write_text(json.dumps({"layers": [layer]}))
+    blob = root / "blobs" / f"sha256-{digest}"
+    blob.parent.mkdir()
+    write_model(tiny_llama_dir, blob, arch="llama")
+    studio = machine / ".lmstudio" / "models" / "org" / "repo-GGUF"
+    put_gguf(studio / "bad-Q4_K_M.gguf")
+    put_gguf(studio / "big-Q8_0-00001-of-00002.gguf")
+    put_gguf(studio / "big-Q8_0-00002-of-00002.gguf")
+    choices = await LocalShelf(holder_of("ollama:tiny:1b", FakeEngine())).choices()
+    first = choices[0]
+    assert (first.name, first.shown, first.is_current) == ("ollama:tiny:1b",) * 2 + (True,)
+    assert first.detail == "continues text, has no chat template · Ollama" and not first.problem
+    assert first.needs is not None and first.needs.kv_bytes > 0 and first.num_weights > 0
+    by_title = {choice.shown: choice for choice in choices if choice.is_here}
+    bad = by_title["bad-Q4_K_M"]
+    assert bad.name == "lmstudio:org/repo-GGUF/bad-Q4_K_M" and bad.quantization == "Q4_K_M"
+    assert bad.problem and bad.needs is None
+    assert bad.detail == "LM Studio · lmstudio:org/repo-GGUF/bad-Q4_K_M"
+    big = by_title["big-Q8_0-00001-of-00002"]
+    assert "join them" in big.problem and big.quantization == "Q8_0" and big.size_bytes == 2000
+
+
+async def test_the_memory_is_measured_once_and_never_beside_a_request(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def measure(threads: int) -> float:
+        measured.append(threads)
+        return 1e10
+
+    monkeypatch.setattr("termgen.commands.shelf.local_shelf.measure_cpu_rate", measure)
+    ledger = make_memory_ledger(total_bytes=16 * GIB, limit_bytes=16 * GIB, kv_cache_bytes=GIB)
+    engine = FakeEngine(model=make_model_info(memory=ledger, num_threads=3))
+    busy = replace(await engine.snapshot(), num_running=1)
+
+    async def state() -> EngineSnapshot:
+        return busy
+
+    idle, engine.snapshot = engine.snapshot, state  # type: ignore[method-assign]
+    shelf = LocalShelf(holder_of(None, engine))
+
+    async def rates() -> set[bool]:
+        needs = [choice.needs for choice in await shelf.choices()]
+        return {n.tokens_per_s is not None for n in needs if n is not None}
+
+    assert await rates() == {False} and measured == []
+    engine.snapshot = idle  # type: ignore[method-assign]
+    assert await rates() == {True} and measured == [3]
+    assert await rates() == {True} and measured == [3]
+    crowded = replace(engine.model, memory=replace(ledger, free_bytes=GIB), num_threads=4)
+    shelf = LocalShelf(holder_of(None, FakeEngine(model=crowded)))
+    assert await rates() == {False} and measured == [3], "it would push others out of the memory"
+    on_gpu = replace(engine.model, device="cuda:0", num_threads=0)
+    shelf = LocalShelf(holder_of(None, FakeEngine(model=on_gpu)))
+    assert await rates() == {False} and measured == [3]
+    reads = WeightReads(always_bytes=GIB, bytes_per_s=2e12)
+    on_gpu = replace(on_gpu, memory=replace(ledger, reads=reads))
+    shelf = LocalShelf(holder_of(None, FakeEngine(model=on_gpu)))
+    assert await rates() == {True} and measured == [3], "a GPU's is known by its clock"
+
+
+async def test_the_hub_in_the_picker(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama_dir: Path
+) -> None:
+    monkeypatch.setattr(hub_files, "LARGE_BYTES", 1000)
+    ledger = make_memory_ledger(total_bytes=16 * GIB, limit_bytes=16 * GIB, kv_cache_bytes=GIB)
+    engine = FakeEngine(model=make_model_info(memory=ledger, device="cuda:0"))
+    shelf = LocalShelf(holder_of(None, engine))
+    content = write_model(tiny_llama_dir, machine / "tiny.gguf", arch="llama").read_bytes()
+    with fake_hub(monkeypatch, str(machine / "hub")) as server:
+        server.repositories["org/tiny-GGUF"] = FakeRepository(
+            {"tiny-Q8_0.gguf": content, "tiny-F16-00001-of-00002.gguf": content},
+            downloads=12_345,
+            gguf={"architecture": "llama", "total": 1_234_000_000},
+        )
+        server.repositories["org/tiny-bert"] = FakeRepository({}, gguf={"architecture": "bert"})
+        first, second = await shelf.search("tiny")
+        assert first.is_repository and first.detail == "12,345 downloads · 1.2B weights"
+        assert not first.problem and second.problem.startswith("the architecture 'bert' is not")
+        files = {choice.shown: choice for choice in await shelf.files("org/tiny-GGUF")}
+        assert "is in 2 parts" in files["tiny-F16-00001-of-00002"].problem
+        file = files["tiny-Q8_0"]
+        assert file.is_best and not file.is_here and file.quantization == "Q8_0"
+        await shelf.fetch(file.name, silent)
+        (here,) = [choice for choice in await shelf.files("org/tiny-GGUF") if choice.is_here]
+        assert here.is_own and here.size_bytes == len(content)
+        (listed,) = [c for c in await shelf.choices() if c.name == file.name]
+        assert listed.is_own and listed.shown == "tiny-Q8_0" and not listed.problem
+        assert await shelf.remove(file.name) == len(content)
+        assert not any(choice.name == file.name for choice in await shelf.choices())
+        with pytest.raises(ModelNotFoundError):
+            await shelf.remove(file.name)
+    own = put_gguf(machine / "cache" / "models" / "own.gguf")
+    shelf = LocalShelf(holder_of(str(own), engine))
+    with pytest.raises(ModelError, match="is in use: choose another model first"):
+        await shelf.remove(str(own))
+    assert own.exists()
+
+
+async def test_a_hub_that_hangs_is_given_up(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr("termgen.commands.shelf.local_shelf.HUB_WAIT_S", 0.05)
+    monkeypatch.setattr("termgen.library.hub.search", lambda words: may_end.wait(20))
+    try:
+        with pytest.raises(DownloadError, match="cannot search the hub: no answer in 0 s"):
+            await LocalShelf(holder_of(None)).search("x")
+    finally:
+        may_end.set()
 
 
 async def test_what_is_gone_does_not_break_the_list(
@@ -126,8 +259,8 @@ async def test_what_is_gone_does_not_break_the_list(
     def vanish(model: catalog.LocalModel) -> int:
         raise FileNotFoundError(2, "No such file or directory", str(model.path))
 
-    monkeypatch.setattr("termgen.commands.chat.size_of", vanish)
-    for ask in (shelf.choices(), shelf.look_up("org/linked")):
+    monkeypatch.setattr("termgen.commands.shelf.local_shelf.size_of", vanish)
+    for ask in (shelf.look_up("org/linked"),):
         with pytest.raises(ModelError, match="No such file or directory"):
             await ask
 
@@ -162,16 +295,13 @@ def test_what_weights_take(name: str, config: dict[str, str], device: str, share
 
 async def test_names_that_are_typed(machine: Path) -> None:
     shelf = LocalShelf(holder_of("none"))
-    assert await shelf.look_up("Qwen3-0.6B") == ModelChoice(
-        "qwen3-0.6b",
-        "Qwen/Qwen3-0.6B",
-        1_520_000_000,
-        is_here=False,
-        needs_bytes=855_000_000,
-        held_as="int8",
-    )
-    needs = (await shelf.look_up("smollm2-1.7b-q4")).needs_bytes
-    assert needs == int(1_060_000_000 * 5.8 / 4.6)  # of the file that is to be fetched
+    named = await shelf.look_up("Qwen3-0.6B")
+    assert (named.name, named.detail, named.is_here) == ("qwen3-0.6b", "Qwen/Qwen3-0.6B", False)
+    assert named.needs is not None and named.needs.held_as == "int8"
+    assert named.size_bytes == 1_520_000_000 and named.needs.weights_bytes == 855_000_000
+    needs = (await shelf.look_up("smollm2-1.7b-q4")).needs
+    # in the file that is to be fetched
+    assert needs is not None and needs.weights_bytes == int(1_060_000_000 * 5.8 / 4.6)
     assert await shelf.look_up("org/new") == ModelChoice("org/new", "org/new", is_here=False)
     folder = put_folder(machine / "m")
     assert (await shelf.look_up("./m")).is_here and folder.is_dir()

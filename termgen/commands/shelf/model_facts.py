@@ -1,0 +1,179 @@
+"""Facts about a model on disk, from its config.json or the metadata of its GGUF file alone.
+
+Nothing is loaded: the shape of the model and the types of its tensors say what it will take. What
+was read of a file is kept in the user's cache until the file changes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from termgen.engine.device.config.model_config import ModelConfig, is_known
+from termgen.engine.gguf.gguf_file import GGUFFile
+from termgen.errors import ModelError
+from termgen.library.user_cache import UserCache, digest
+from termgen.vocabulary.cache_groups import most_keys
+
+FOUR_BIT_TYPES = frozenset({"Q4_0", "Q4_1", "Q4_K"})
+"""Types of GGUF blocks that stay what they are in memory."""
+FLOAT_TYPES = frozenset({"F32", "F16", "BF16", "F64"})
+OF_TRANSFORMERS = "run by the code of transformers, if that can"
+TEMPLATE_KEY = "tokenizer.chat_template"
+MAX_SETTINGS_BYTES = 1 << 24
+FORMAT = 1
+"""Changes with what is kept."""
+_KEPT = UserCache("model-facts", most_entries=1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model's files say about it."""
+
+    problem: str = ""
+    """Why termgen cannot run it."""
+    note: str = ""
+    quantization: str = ""
+    """The type of most of its numbers: `Q4_K`, `bfloat16`, `fp8`."""
+    num_parameters: int = 0
+    """0: not known."""
+    active_share: float = 1.0
+    """Part of them that a step of one token reads."""
+    four_bit_share: float = 0.0
+    """Part of them that is in blocks of 4 bits which stay so in memory."""
+    is_in_blocks: bool = False
+    """True if most of them are in quantised blocks."""
+    is_base: bool = False
+    """True without a chat template."""
+    kv_layers: tuple[tuple[int, int], ...] = ()
+    """(numbers that a token keeps, tokens that are kept or 0 for all, per layer)."""
+    context: int = 0
+
+    def kv_numbers(self, context: int) -> int:
+        """Numbers of keys and values that a context of one request keeps."""
+        return sum(n * min(context, most or context) for n, most in self.kv_layers)
+
+
+def model_facts(path: Path) -> ModelFacts:
+    """Facts about a GGUF file, or about a folder with config.json."""
+    source = path / "config.json" if path.is_dir() else path
+    try:
+        state = source.stat()
+    except OSError as error:
+        return ModelFacts(problem=f"cannot be read: {error.strerror or error}")
+    entry = digest(FORMAT, os.path.abspath(source), state.st_size, state.st_mtime_ns)
+    found = _unpacked(_KEPT.read(entry))
+    if found is None:
+        found = _read(path, source)
+        _KEPT.write(entry, json.dumps(asdict(found)).encode())
+    return found
+
+
+def _unpacked(content: bytes | None) -> ModelFacts | None:
+    if content is None:
+        return None
+    try:
+        kept = json.loads(content)
+        layers = tuple((int(n), int(most)) for n, most in kept.pop("kv_layers"))
+        return ModelFacts(**kept, kv_layers=layers)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None  # of another version
+
+
+def _read(path: Path, source: Path) -> ModelFacts:
+    from termgen.engine.device.loader.checkpoint import parse_config, read_config
+
+    try:
+        if source.suffix.lower() == ".json":
+            raw = read_config(source)
+            is_base, kind = not _has_template(source.parent), _method(raw)
+            if not is_known(raw):
+                return ModelFacts(note=OF_TRANSFORMERS, quantization=kind, is_base=is_base)
+            return _of_config(parse_config(raw, source), quantization=kind, is_base=is_base)
+        return _of_gguf(path)
+    except ModelError as error:
+        # the line shows the file already
+        reason = str(error).removeprefix(f"{path}: ").removeprefix(f"{source}: ")
+        return ModelFacts(problem=reason)
+
+
+def _of_gguf(path: Path) -> ModelFacts:
+    from termgen.engine.device.loader.checkpoint import parse_config
+    from termgen.engine.device.loader.gguf_config import hf_config
+    from termgen.engine.device.quantization.gguf_blocks import check_supported
+
+    with GGUFFile.open(path) as file:
+        config = parse_config(hf_config(file), path)
+        by_type: dict[str, int] = {}
+        for tensor in file.tensors.values():
+            check_supported(tensor.type, tensor.name)
+            name = tensor.type.name
+            by_type[name] = by_type.get(name, 0) + math.prod(tensor.shape)
+        is_base = TEMPLATE_KEY not in file.metadata
+    total = sum(by_type.values()) or 1
+    blocks = sum(n for name, n in by_type.items() if name not in FLOAT_TYPES)
+    return _of_config(
+        config,
+        quantization=max(by_type, key=lambda name: by_type[name], default=""),
+        four_bit_share=sum(by_type.get(name, 0) for name in FOUR_BIT_TYPES) / total,
+        is_in_blocks=blocks > total / 2,
+        is_base=is_base,
+    )
+
+
+def _of_config(config: ModelConfig, **of_file: Any) -> ModelFacts:
+    layers = tuple(
+        (spec.numbers, 0 if spec.window is None else most_keys(spec.window))
+        for spec in config.layer_caches
+        if spec is not None
+    )
+    total = config.num_parameters
+    return ModelFacts(
+        num_parameters=total,
+        active_share=1.0 - _unread(config) / max(total, 1),
+        kv_layers=layers,
+        context=config.max_position_embeddings,
+        **of_file,
+    )
+
+
+def _unread(config: ModelConfig) -> int:
+    """Parameters that a step of one token does not read: rows of tables that are only looked up,
+    and experts that the token does not go to."""
+    unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    if (inputs := config.per_layer_inputs) is not None:
+        unread += inputs.vocab_size * config.num_layers * inputs.size
+    if (moe := config.moe) is not None:
+        idle = moe.num_experts - moe.num_experts_per_tok
+        of_layer = idle * 3 * moe.intermediate_size * config.hidden_size
+        unread += len(moe.sparse_layers) * of_layer
+    return unread
+
+
+def _has_template(folder: Path) -> bool:
+    if any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
+        return True
+    settings = folder / "tokenizer_config.json"
+    try:
+        if settings.stat().st_size > MAX_SETTINGS_BYTES:
+            return False
+        return b'"chat_template"' in settings.read_bytes()
+    except OSError:
+        return False
+
+
+def _method(raw: dict[str, Any]) -> str:
+    """How the weights of a folder are stored, as its config.json says."""
+    settings = raw.get("quantization_config")
+    if isinstance(settings, dict):
+        return str(settings.get("quant_method", "quantised"))[:20]
+    inner = raw.get("text_config")
+    for keys in (raw, inner if isinstance(inner, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(keys.get(key), str):
+                return str(keys[key])[:20]
+    return "16 bit"

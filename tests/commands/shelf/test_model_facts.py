@@ -1,0 +1,148 @@
+"""Facts about models, from the metadata of their files alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from gguf_samples import write_model
+
+from termgen.commands.shelf import model_facts as facts_module
+from termgen.commands.shelf.model_facts import OF_TRANSFORMERS, ModelFacts, model_facts
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+MIXTRAL = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": True,
+}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 128}
+QKVO = 64 * (2 * 64 + 2 * 32)
+"""The numbers of one layer's attention."""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path / "cache"))
+
+
+def put(folder: Path, config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    facts = model_facts(put(tmp_path / "m", LLAMA))
+    layers, table = 2 * (QKVO + 3 * 64 * 128), 64 * 1000
+    assert facts.num_parameters == layers + 2 * table
+    assert facts.active_share == pytest.approx((layers + table) / (layers + 2 * table))
+    assert facts.context == 512 and facts.quantization == "bfloat16" and not facts.problem
+    assert facts.kv_numbers(100) == 2 * 2 * 2 * 16 * 100, "layers, keys and values, heads, size"
+    assert facts.is_base
+    (tmp_path / "m" / "chat_template.jinja").write_text("x")
+    put(tmp_path / "m", {**LLAMA, "vocab_size": 1001})
+    assert not model_facts(tmp_path / "m").is_base
+
+
+def test_experts_and_windows(tmp_path: Path) -> None:
+    facts = model_facts(put(tmp_path / "experts", MIXTRAL))
+    expert, table, router = 3 * 64 * 128, 64 * 1000, 64 * 8
+    total = table + 2 * (QKVO + 8 * expert + router)
+    assert facts.num_parameters == total
+    active = total - 2 * 6 * expert
+    assert facts.active_share == pytest.approx(active / total)
+    windows = model_facts(put(tmp_path / "windows", MISTRAL))
+    assert windows.kv_numbers(500) == windows.kv_numbers(128) < windows.kv_numbers(128) * 2
+
+
+def test_what_a_gguf_file_holds(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType
+    path = write_model(
+        *(tiny_llama_dir, tmp_path / "m.gguf"),
+        arch="llama",
+        quants={"embed": kind.Q8_0, "lm_head": kind.Q8_0, "up_proj": kind.Q4_0},
+    )
+    blob = path.rename(tmp_path / ("sha256-" + "a" * 64))
+    facts = model_facts(blob)
+    assert not facts.problem and facts.is_in_blocks and facts.is_base
+    assert facts.quantization in ("Q8_0", "Q4_0") and 0.1 < facts.four_bit_share < 0.9
+    assert facts.num_parameters > 0 and facts.context > 0
+
+
+def test_why_a_file_cannot_run(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    def unlike(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("llama.attention.clamp_kqv", 8.0)
+
+    path = write_model(tiny_llama_dir, tmp_path / "a.gguf", arch="llama", extra=unlike)
+    assert model_facts(path).problem == "llama.attention.clamp_kqv 8.0 is not supported"
+    other = gguf.GGUFWriter(tmp_path / "b.gguf", "bert")
+    other.write_header_to_file()
+    other.write_kv_data_to_file()
+    other.write_tensors_to_file()
+    other.close()
+    assert model_facts(tmp_path / "b.gguf").problem.startswith("the architecture 'bert' is not")
+    (tmp_path / "c.gguf").write_bytes(b"GGUF" + bytes(20))
+    assert "version 0" in model_facts(tmp_path / "c.gguf").problem or "big-endian" in (
+        model_facts(tmp_path / "c.gguf").problem
+    )
+    (tmp_path / "d.gguf").write_bytes(b"GGUF")
+    assert model_facts(tmp_path / "d.gguf").problem.startswith("truncated")
+    assert model_facts(tmp_path / "none.gguf").problem.startswith("cannot be read")
+    assert (
+        "num_attention_heads"
+        in model_facts(put(tmp_path / "e", {**LLAMA, "num_key_value_heads": 3})).problem
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{", '{"architectures": 3}', "[" * 100_000],
+    ids=["empty", "list", "cut", "number", "deep"],
+)
+def test_a_damaged_config_is_a_problem(tmp_path: Path, content: str) -> None:
+    put(tmp_path / "m", {})
+    (tmp_path / "m" / "config.json").write_text(content)
+    assert model_facts(tmp_path / "m").problem
+
+
+def test_other_architectures_are_left_to_transformers(tmp_path: Path) -> None:
+    facts = model_facts(put(tmp_path / "m", {"architectures": ["GPT2LMHeadModel"]}))
+    assert facts == ModelFacts(note=OF_TRANSFORMERS, quantization="16 bit", is_base=True)
+
+
+def test_facts_are_kept_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = put(tmp_path / "m", LLAMA)
+    first, reads = model_facts(folder), 0
+    read = facts_module._read
+
+    def counted(path: Path, source: Path) -> ModelFacts:
+        nonlocal reads
+        reads += 1
+        return read(path, source)
+
+    monkeypatch.setattr(facts_module, "_read", counted)
+    assert model_facts(folder) == first and reads == 0
+    put(folder, {**LLAMA, "num_hidden_layers": 12})
+    assert model_facts(folder).num_parameters > first.num_parameters and reads == 1
+    for entry in (tmp_path / "cache" / "model-facts").iterdir():
+        entry.write_bytes(b"damaged")
+    assert model_facts(folder).num_parameters > 0 and reads == 2

@@ -1,0 +1,120 @@
+"""What a model needs on a machine, and which is the best for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from termgen.commands.shelf.model_facts import ModelFacts
+from termgen.commands.shelf.needs import Machine, mark_best, mark_best_file
+from termgen.config import EngineConfig
+from termgen.vocabulary.model_shelf import ModelChoice, Needs
+
+GB = 10**9
+FACTS = ModelFacts(
+    num_parameters=8 * GB,
+    active_share=0.75,
+    four_bit_share=0.5,
+    is_in_blocks=True,
+    kv_layers=((2048, 0),) * 10,
+    context=8192,
+)
+
+
+def machine(device: str = "cpu", **config: object) -> Machine:
+    settings = EngineConfig(**config)  # type: ignore[arg-type]
+    return Machine(settings, device, 20 * GB, working_bytes=GB // 10, bytes_per_s=30 * GB)
+
+
+def test_the_parts_add_up() -> None:
+    needs = machine().needs(FACTS, Path("m-Q4_K_M.gguf"), 5 * GB)
+    assert needs.weights_bytes == 8 * GB * (0.5 * 5 + 0.5 * 9) / 8 == 7 * GB
+    assert needs.held_as == "int8" and needs.context == 8192
+    assert needs.kv_bytes == 10 * 2048 * 8192 * 4, "32-bit floats on a CPU"
+    assert needs.working_bytes == int(0.7 * GB), "a tenth of the weights, as that is more"
+    assert needs.total_bytes == needs.weights_bytes + needs.kv_bytes + needs.working_bytes
+    assert needs.tokens_per_s == pytest.approx(30 * GB / (7 * GB * 0.75))
+    assert needs.fits
+    assert not replace(needs, room_bytes=7 * GB).fits
+    assert replace(needs, room_bytes=None).fits is None
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "weights", "kv"),
+    [
+        ("cpu", {}, 7.0, 4),
+        ("cpu", {"dtype": "bfloat16"}, 16.0, 2),
+        ("cpu", {"quantization": "none"}, 32.0, 4),
+        ("cuda:0", {}, 7.0, 2),
+        ("cuda:0", {"kv_cache_dtype": "fp8"}, 7.0, 1),
+        ("cuda:0", {"quantization": "q4"}, 5.5, 2),
+        ("cuda:0", {"quantization": "none"}, 16.0, 2),
+    ],
+)
+def test_settings_count(device: str, config: dict[str, str], weights: float, kv: int) -> None:
+    needs = machine(device, **config).needs(FACTS, Path("m.gguf"), 5 * GB)
+    assert needs.weights_bytes == int(weights * GB)
+    assert needs.kv_bytes == 10 * 2048 * 8192 * kv
+
+
+def test_a_shorter_context_and_no_facts() -> None:
+    needs = machine(max_model_len=100).needs(FACTS, Path("m.gguf"), 5 * GB)
+    assert needs.context == 100 and needs.kv_bytes == 10 * 2048 * 100 * 4
+    unknown = machine().needs(None, Path("m-Q8_0.gguf"), 860)
+    assert (unknown.weights_bytes, unknown.kv_bytes, unknown.context) == (900, 0, 0)
+    assert replace(machine(), bytes_per_s=None).needs(FACTS, None, GB).tokens_per_s is None
+    assert machine().needs(None, None, 0).tokens_per_s is None
+
+
+def choice(
+    name: str,
+    billions: float,
+    rate: float,
+    *,
+    size: float = 1,
+    here: bool = True,
+    fits: bool = True,
+) -> ModelChoice:
+    needs = Needs(weights_bytes=GB, room_bytes=2 * GB if fits else 1, tokens_per_s=rate)
+    return ModelChoice(
+        name, "", int(size * GB), is_here=here, needs=needs, num_weights=int(billions * GB)
+    )
+
+
+def best(*choices: ModelChoice) -> list[str]:
+    return [c.name for c in mark_best(choices) if c.is_best]
+
+
+def test_the_best_is_the_largest_that_is_quick_enough_and_fits() -> None:
+    small, good = choice("small", 0.1, 200), choice("good", 4, 12)
+    slow, huge = choice("slow", 8, 9.9), choice("huge", 70, 50, fits=False)
+    assert best(small, good, slow, huge) == ["good"]
+    assert best(slow, huge) == []
+    assert best(small, replace(good, problem="why")) == ["small"]
+    assert best(small, replace(good, is_base=True)) == ["small"]
+    assert best(small, replace(good, needs=None)) == ["small"]
+    assert best(choice("16 bit", 4, 12, size=8), choice("q4", 4.0001, 30, size=2.5)) == ["q4"]
+
+
+def test_one_to_fetch_is_marked_only_if_it_is_larger() -> None:
+    small, good = choice("small", 0.1, 200), choice("good", 4, 12, here=False)
+    assert best(small, good) == ["small", "good"]
+    assert best(choice("same", 4, 12), good) == ["same"]
+    assert best(good) == ["good"]
+    unknown = replace(small, needs=Needs(weights_bytes=GB))
+    assert best(unknown) == [], "where the memory or its rate is not known, none is"
+
+
+def test_the_best_file_of_one_model() -> None:
+    def best_of(*files: ModelChoice) -> list[str]:
+        return [c.name for c in mark_best_file(files) if c.is_best]
+
+    q4, q8 = choice("m-Q4_K_M.gguf", 4, 20, size=2.5), choice("m-Q8_0.gguf", 4, 11, size=4.3)
+    f16 = choice("m-F16.gguf", 4, 10.5, size=8)
+    assert best_of(q4, q8, f16) == ["m-Q8_0.gguf"]
+    assert best_of(q4, replace(q8, problem="in 2 parts")) == ["m-Q4_K_M.gguf"]
+    slow = replace(q4, needs=Needs(weights_bytes=GB, room_bytes=2 * GB, tokens_per_s=3))
+    assert best_of(slow, choice("m-Q8_0.gguf", 4, 2, size=4.3)) == ["m-Q4_K_M.gguf"]
+    assert best_of(choice("m-Q4_0.gguf", 4, 20, fits=False)) == []
