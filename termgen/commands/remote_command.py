@@ -103,7 +103,7 @@ class RemoteHolder:
         if client.dialect is not Dialect.TERMGEN:
             raise EngineError(f"{client.url} is not a termgen server.")
         key = self._admin_key or self._target.api_key
-        feed = await RemoteFeed.connect(client.url, hz=hz, key=key)
+        feed = await RemoteFeed.connect(client.url, hz=hz, key=key, past=True)
         self._described = feed.model
         client.learn(feed.model)
         return feed

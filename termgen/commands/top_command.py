@@ -44,6 +44,7 @@ def run_top(
             record=recording,
             report=app.report,
             wait_s=wait_s,
+            past=True,
         )
 
     app = TopApp(connect, ui=ui)

@@ -10,12 +10,12 @@ from typing import Any
 from termgen.commands.exit_codes import OK
 from termgen.tui.dashboard.state.event_reader import EventReader
 from termgen.tui.dashboard.state.limits import limit_of, why_slow_start
-from termgen.tui.dashboard.state.step_figures import Spread
 from termgen.tui.dashboard.state.store import DashboardView
 from termgen.tui.feeds.attach import DEFAULT_URL, RemoteFeed
 from termgen.tui.feeds.feed import StreamFeed
 from termgen.tui.paint.formatting import count, percent, rate, took
 from termgen.tui.paint.sanitize import clean_line
+from termgen.vocabulary.time_spread import Spread
 
 HZ = 20.0
 WATCHED_S = 1.5

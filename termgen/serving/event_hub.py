@@ -1,9 +1,10 @@
 """One history of engine events for all listeners over HTTP, and snapshots of the engine's state.
 
 Events are numbered and kept in one bounded history; a listener is a number in it, so a slow one
-costs nothing and loses the oldest first. A listener that reconnects within `LINGER_S` goes on where
-it was. Lives on the event loop, without a task of its own: listeners move the events when they
-read.
+costs nothing and loses the oldest first. A listener that reconnects goes on where it was. The hub
+listens from the server's start, so that one who comes later can begin with what has happened, and
+keeps the last hour in coarse figures. Lives on the event loop: events are moved once a second, and
+when listeners read.
 """
 
 from __future__ import annotations
@@ -19,20 +20,19 @@ from functools import cached_property
 
 from termgen.client import EngineClient
 from termgen.errors import EngineError, OverloadedError
+from termgen.vocabulary.engine_history import EngineHistory, HistoryState
 from termgen.vocabulary.events import EngineEvent, EngineSnapshot, EventRing
 from termgen.vocabulary.telemetry import encode_snapshot
 
 SNAPSHOT_TIMEOUT_S = 1.0
 
 HISTORY = 16_384
-"""Events kept: half a minute of a busy GPU, hours of an idle one."""
+"""Events kept, at most 30 MB: half a minute of a busy GPU, hours of an idle one."""
+MOVE_S = 1.0
 
 MAX_LISTENERS = 8
 RETRY_AFTER_S = 5.0
 """Listeners stay long: the server cannot know when one goes."""
-
-LINGER_S = 60.0
-"""Events are kept this long for listeners that lost their connection."""
 
 MAX_BATCH = 4096
 """Limit for the events of one frame."""
@@ -130,38 +130,39 @@ class EventHub:
         self._history: deque[EngineEvent] = deque(maxlen=HISTORY)
         self._newest = 0
         """The number of the newest event; the first one has 1."""
-        self._ring: EventRing | None = None
+        self._ring: EventRing | None = engine.events(HISTORY)
         self._num_lost = 0
+        self._past = EngineHistory()
         self.num_dropped = 0
         """Events that listeners were too slow for, over all listeners."""
-        self._linger: asyncio.TimerHandle | None = None
         self.snapshots = Snapshots(engine)
         """The state of the engine, for the listeners."""
-        self.stream = ""
+        self.stream = secrets.token_hex(4)
         """Name of this numbering."""
         self.closing = asyncio.Event()
         """Set when the server is about to stop."""
+        self._timer: asyncio.TimerHandle | None = None
 
-    def join(self, last_seen: tuple[str, int] | None) -> tuple[Listener, bool]:
-        """A listener, and whether it continues after the event it saw last. Raises
-        OverloadedError."""
+    def follow(self) -> None:
+        """Move the events once a second from now on."""
+        self._move()
+        if not self.closing.is_set():
+            self._timer = asyncio.get_running_loop().call_later(MOVE_S, self.follow)
+
+    def join(
+        self, last_seen: tuple[str, int] | None, *, past: bool = False
+    ) -> tuple[Listener, bool]:
+        """A listener, and whether it continues after the event it saw last. past: one that does not
+        begins with the oldest event kept. Raises OverloadedError."""
         if len(self._listeners) >= MAX_LISTENERS:
             raise OverloadedError(
                 f"{MAX_LISTENERS} clients listen already; close one of them",
                 code="too_many_listeners",
                 retry_after_s=RETRY_AFTER_S,
             )
-        if self._linger is not None:
-            self._linger.cancel()
-            self._linger = None
-        if self._ring is None:
-            self._ring = self._engine.events(HISTORY)
-            self._num_lost = 0
-            self.stream = secrets.token_hex(4)
-            self._newest = 0
         self._move()
         resumes = last_seen is not None and last_seen[0] == self.stream
-        cursor = self._newest
+        cursor = self._newest - len(self._history) if past else self._newest
         if last_seen is not None and resumes:
             cursor = min(last_seen[1], self._newest)
         listener = Listener(cursor)
@@ -170,9 +171,16 @@ class EventHub:
 
     def leave(self, listener: Listener) -> None:
         self._listeners.remove(listener)
-        if not self._listeners and not self.closing.is_set():
-            loop = asyncio.get_running_loop()
-            self._linger = loop.call_later(LINGER_S, self._forget)
+        if not self._listeners:
+            self.snapshots.forget()
+
+    def num_behind(self, listener: Listener) -> int:
+        """Events that have happened and the listener has not read."""
+        return self._newest - listener.cursor
+
+    def past(self) -> HistoryState:
+        """The last hour up to the newest event that was read."""
+        return self._past.state()
 
     def read(self, listener: Listener) -> tuple[int, list[EngineEvent]]:
         """Events that are new to a listener, at most `MAX_BATCH`, and the number of the first of
@@ -194,11 +202,8 @@ class EventHub:
     def close(self) -> None:
         """End every stream."""
         self.closing.set()
-        if self._linger is not None:
-            self._linger.cancel()
-        self._forget()
-
-    def _forget(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._ring is not None:
             self._engine.close_events(self._ring)
             self._ring = None
@@ -216,4 +221,5 @@ class EventHub:
             self._newest += lost
             self._history.clear()
         self._history.extend(events)
+        self._past.add(events)
         self._newest += len(events)

@@ -24,6 +24,7 @@ from termgen.vocabulary.telemetry import (
     MAX_SILENCE_S,
     MIN_HZ,
     TOPICS,
+    Frame,
     Model,
     Opening,
     encode,
@@ -40,7 +41,7 @@ IDLE_SNAPSHOT_S = 1.0
 
 MAX_LAST_ID_CHARS = 64
 
-OPTIONS = frozenset({"topics", "hz", "last_event_id"})
+OPTIONS = frozenset({"topics", "hz", "last_event_id", "past"})
 """Query parameters."""
 
 
@@ -49,11 +50,11 @@ async def events(request: Request) -> ASGIApp:
     for name in request.query_params:
         if name not in OPTIONS:
             raise no_such_option(name)
-    topics, hz = _topics(request), _hz(request)
+    topics, hz, past = _topics(request), _hz(request), _past(request)
     given = request.headers.get("last-event-id") or request.query_params.get("last_event_id")
     last_seen = parse_frame_id(given) if given and len(given) <= MAX_LAST_ID_CHARS else None
     return EventsResponse(
-        state, engine, state.require_hub(), topics=topics, hz=hz, last_seen=last_seen
+        state, engine, state.require_hub(), topics=topics, hz=hz, last_seen=last_seen, past=past
     )
 
 
@@ -84,6 +85,13 @@ def _hz(request: Request) -> float:
     return hz
 
 
+def _past(request: Request) -> bool:
+    text = request.query_params.get("past", "false")
+    if text not in ("true", "false"):
+        raise RequestError(f"past must be true or false, not {text[:40]!r}", param="past")
+    return text == "true"
+
+
 class EventsResponse:
     """The stream of one listener."""
 
@@ -96,6 +104,7 @@ class EventsResponse:
         topics: frozenset[str],
         hz: float,
         last_seen: tuple[str, int] | None,
+        past: bool,
     ) -> None:
         self._state = state
         self._engine = engine
@@ -103,9 +112,10 @@ class EventsResponse:
         self._topics = topics
         self._hz = hz
         self._last_seen = last_seen
+        self._past = past
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        listener, resumed = self._hub.join(self._last_seen)
+        listener, resumed = self._hub.join(self._last_seen, past=self._past)
         try:
             await until_disconnect(receive, self._run(send, listener, resumed))
         finally:
@@ -124,7 +134,11 @@ class EventsResponse:
             source = _Source(
                 self._state, self._engine, self._hub, listener, self._topics, 1 / self._hz
             )
-            await writer.write(await source.opening(resumed))
+            await writer.write(await source.opening(resumed, past=self._past))
+            if self._past:
+                while data := source.events():
+                    await writer.write(data)
+                await writer.write(source.history())
             while not await self._closes_within(1 / self._hz):
                 data = await source.news()
                 if data:
@@ -170,7 +184,8 @@ class _Source:
     def _id(self) -> str:
         return frame_id(self._hub.stream, self._listener.cursor)
 
-    async def opening(self, resumed: bool) -> bytes:
+    async def opening(self, resumed: bool, *, past: bool) -> bytes:
+        """past: the events that are behind, and then `history`, follow at once."""
         self._sent = await self._look(0.0)
         opening = Opening(
             stream=self._hub.stream,
@@ -181,20 +196,37 @@ class _Source:
             status=self._sent_model[0],
             model=self._sent_model[1],
             snapshot=self._sent.snapshot if self._sent is not None else None,
+            num_past=self._hub.num_behind(self._listener) if past else 0,
         )
         return bytes(encode(opening, self._id))
 
-    async def news(self) -> bytes:
+    def events(self) -> bytes:
+        """The next events that are behind, in whole frames; empty if there are none."""
+        data = b""
+        while not data:
+            found, frames = self._read()
+            if not found:
+                break
+            data = b"".join(map(bytes, frames))  # empty if no topic is wanted
+        return data
+
+    def history(self) -> bytes:
+        """The last hour, up to the events that were sent."""
+        return bytes(encode(self._hub.past(), self._id))
+
+    def _read(self) -> tuple[list[EngineEvent], list[Frame]]:
         first, found = self._hub.read(self._listener)
-        frames = list(
-            encode_events(
-                found,
-                stream=self._hub.stream,
-                first=first,
-                dropped=self._listener.dropped,
-                topics=self._topics,
-            )
+        frames = encode_events(
+            found,
+            stream=self._hub.stream,
+            first=first,
+            dropped=self._listener.dropped,
+            topics=self._topics,
         )
+        return found, list(frames)
+
+    async def news(self) -> bytes:
+        found, frames = self._read()
         if "cache" in self._topics and self._may_have_changed(found):
             snapshot = await self._look(self._interval_s / 2)
             if snapshot is not None and not snapshot.shows_as(self._sent):

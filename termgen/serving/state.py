@@ -91,6 +91,7 @@ class ServerState:
         self.metrics.run_ahead.set(engine.model.run_ahead_ms / 1e3)
         self._ring = engine.events(EVENT_RING_CAPACITY)
         self.hub = EventHub(engine)
+        self.hub.follow()
         self.engine = engine
 
     def on_loading(self, phase: str, fraction: float) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 import orjson
 
 from termgen.errors import TermgenError
+from termgen.vocabulary.engine_history import HistoryState
 from termgen.vocabulary.events import EngineEvent, EngineSnapshot, RequestEvent, StepRecord
 from termgen.vocabulary.model_info import ModelInfo
 
@@ -88,6 +89,8 @@ class Opening:
     model: ModelInfo
     snapshot: EngineSnapshot | None
     """None if the engine did not answer in time."""
+    num_past: int = 0
+    """Events that follow which are older than `snapshot`; a `history` frame ends them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,7 +118,7 @@ class Model:
     model: ModelInfo
 
 
-Message = Opening | Events | Cache | Model
+Message = Opening | Events | Cache | Model | HistoryState
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +144,16 @@ def topic_of(event: EngineEvent) -> str:
 # -- encoding ------------------------------------------------------------------------------
 
 
-def encode(message: Opening | Cache | Model, frame_id: str) -> Frame:
-    name = {Opening: "snapshot", Cache: "cache", Model: "model"}[type(message)]
+_NAME_OF: dict[type, str] = {
+    Opening: "snapshot",
+    Cache: "cache",
+    Model: "model",
+    HistoryState: "history",
+}
+
+
+def encode(message: Opening | Cache | Model | HistoryState, frame_id: str) -> Frame:
+    name = _NAME_OF[type(message)]
     return Frame(name, frame_id, _dumps(message))
 
 
@@ -210,7 +221,8 @@ def _plain(value: Any) -> Any:
 
 
 def decode(frame: Frame) -> Message | None:
-    """The message of a frame; None for an unknown kind. Raises TelemetryError."""
+    """The message of a frame; None for an unknown kind, or a history of another form. Raises
+    TelemetryError."""
     try:
         body = orjson.loads(frame.data)
         if frame.event in EVENT_TYPES:
@@ -224,6 +236,9 @@ def decode(frame: Frame) -> Message | None:
                     f"program version {VERSION}; use the same termgen on both ends"
                 )
             return _build(Opening, body)
+        if frame.event == "history":
+            history = _build(HistoryState, body)
+            return history if history.is_known else None
         kinds: dict[str, type[Cache] | type[Model]] = {"cache": Cache, "model": Model}
         return _build(kinds[frame.event], body) if frame.event in kinds else None
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, zlib.error) as error:

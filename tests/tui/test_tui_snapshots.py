@@ -12,12 +12,15 @@ from tool_samples import KNOWS_TOOLS, box_of, hermes
 from tui_harness import (
     ANSWER,
     NOON,
+    NOW_NS,
+    SECOND,
     FrozenApp,
     ask,
     chat_engine,
     feed_dashboard,
     pieces,
     ready,
+    steps,
     wait_until,
 )
 
@@ -102,6 +105,24 @@ def test_chat_stopped(snap_compare: Compare) -> None:
 def test_dashboard_busy(snap_compare: Compare, size: tuple[int, int], theme: str) -> None:
     app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
     assert snap_compare(app, terminal_size=size, run_before=busy)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_dashboard_hour(snap_compare: Compare, size: tuple[int, int]) -> None:
+    async def an_hour(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        watch = app.dashboard._event_reader._watch
+        assert watch is not None
+        for minute in range(50, 0, -1):
+            until = NOW_NS - minute * 60 * SECOND
+            records = steps(100 * (1 + minute % 7), now_ns=until, first_id=minute * 10_000)
+            watch.history.add(r._replace(num_preemptions=(50 - minute) // 9) for r in records)
+        await feed_dashboard(app, pilot)
+        await pilot.press("w", "w", "w", "w", "w")
+        await pilot.pause()
+
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    assert snap_compare(app, terminal_size=size, run_before=an_hour)
 
 
 def test_dashboard_idle(snap_compare: Compare) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -34,6 +35,8 @@ from termgen.config import UIConfig
 from termgen.errors import ConfigError
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.dashboard_keys import PAGES
+from termgen.tui.dashboard.state.event_reader import EventReader
+from termgen.tui.dashboard.state.store import STEP_HISTORY
 from termgen.tui.feed_app import TopApp
 from termgen.tui.feeds.attach import AttachError, RemoteFeed
 from termgen.tui.feeds.feed import StreamFeed
@@ -91,6 +94,29 @@ async def test_a_lost_server_is_said_and_found_again(monkeypatch: pytest.MonkeyP
             assert got[0].step_id == 77
     finally:
         await feed.close()
+
+
+async def test_top_begins_with_the_minutes_before() -> None:
+    engine = chat_engine()
+    engine.scripted_snapshot = busy_snapshot(time.perf_counter_ns())
+    async with serving(engine) as server:
+        now = time.perf_counter_ns()
+        sent: list[Any] = [*steps(9000, now_ns=now), *request_events(now)]
+        for event in sent:
+            engine.bus.publish(event)
+        async with attached(server.url, past=True) as feed:
+            reader = EventReader(feed, feed.now_ns)
+            assert feed.begun is None, "no state stands before these events"
+            assert not await reader.ask(), "nor between them"
+            await eventually(lambda: feed.history.since_ns == sent[0].applied_ns)
+            await eventually(lambda: reader._ring.num_appended == len(sent))
+            assert await reader.take() and await reader.ask()
+            view = reader.store.view(feed.now_ns(), window_s=600)
+            assert view.num_running == 4 and reader.store.num_dropped == 0
+            assert list(view.steps) == sent[9000 - STEP_HISTORY : 9000]
+            assert view.ttft.p50 is not None and view.known_s == pytest.approx(360, abs=5)
+            assert view.series.decode.max() == pytest.approx(3.5 * 25, rel=0.1)
+            reader.close()
 
 
 @pytest.mark.parametrize("hz", [0.01, 1000.0])

@@ -45,7 +45,7 @@ from termgen.tui.dashboard.state.event_reader import EventReader
 from termgen.tui.dashboard.state.limits import Limit, limit_of, why_slow_start
 from termgen.tui.dashboard.state.log import Level
 from termgen.tui.dashboard.state.past import as_of
-from termgen.tui.dashboard.state.store import DashboardView
+from termgen.tui.dashboard.state.store import DashboardView, figures_of
 from termgen.tui.dashboard.trace_export import events_between, export_trace
 from termgen.tui.feeds.feed import EngineFeed
 from termgen.tui.feeds.gpu_meter import GpuHistory, GpuWatch
@@ -58,7 +58,7 @@ from termgen.tui.paint.spans import Row, row_width, spread
 from termgen.vocabulary.events import StepRecord
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
-WINDOWS_S = (None, 30, 60, 120)
+WINDOWS_S = (None, 30, 60, 120, 600, 3600)
 LIMIT_NS = 500_000_000
 IDLE_PAINT_NS = 1_000_000_000
 """While nothing happens, only ages and uptime change."""
@@ -256,7 +256,12 @@ class DashboardScreen(CanvasScreen):
     def action_window(self) -> None:
         """The next length of time for the series, and for step times."""
         self._window_s = WINDOWS_S[(WINDOWS_S.index(self._window_s) + 1) % len(WINDOWS_S)]
-        self._view = replace(self._view, window_s=self._window_s)
+        if self._paused:
+            kept, view = self._kept, self._view
+            figures = figures_of(kept.figures, kept.coarse, view.now_ns, self._window_s)
+            self._view = replace(view, window_s=self._window_s, **figures)
+        else:
+            self._look()
         self.action_page("overview")
 
     @work(group="trace", exclusive=True)

@@ -164,7 +164,7 @@ KEYS = [
         "Time window",
         show=False,
         id="dashboard.window",
-        tooltip="How far back the series go: what fits, 30 s, 60 s, 120 s",
+        tooltip="How far back the series go: what fits, 30 s to 120 s, 10 min, 1 h",
     ),
     Binding(
         "x",

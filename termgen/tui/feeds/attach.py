@@ -65,13 +65,15 @@ class RemoteFeed(StreamFeed):
         record: BinaryIO | None = None,
         report: Callable[[str, float], None] = _say_nothing,
         wait_s: float | None = None,
+        past: bool = False,
     ) -> RemoteFeed:
         """Raises AttachError when there is no termgen, or it refuses.
 
-        One that loads its model is waited for, and its phases go to `report`: for `wait_s` seconds,
-        or as long as it takes. The same limit is for one that does not listen yet.
+        A server that loads its model is waited for, and its phases go to `report`: for `wait_s`
+        seconds, or as long as it takes. The same limit is for one that does not listen yet.
+        past: begin with the events that the server kept, and its last hour.
         """
-        stream = _Stream(url, hz=hz, key=key, record=record)
+        stream = _Stream(url, hz=hz, key=key, record=record, past=past)
         try:
             await wait_for_server(lambda: stream.open(None), report, limit_s=wait_s)
             opening, following = None, list[Message]()
@@ -139,11 +141,15 @@ class RemoteFeed(StreamFeed):
 class _Stream:
     """One HTTP response after another, as messages."""
 
-    def __init__(self, url: str, *, hz: float, key: str | None, record: BinaryIO | None) -> None:
+    def __init__(
+        self, url: str, *, hz: float, key: str | None, record: BinaryIO | None, past: bool
+    ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1/events").removesuffix("/v1")
         if "://" not in self._url:
             self._url = "http://" + self._url
         self._params = {"hz": f"{min(MAX_HZ, max(MIN_HZ, hz)):g}"}
+        if past:
+            self._params["past"] = "true"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._record = record
         self._client = httpx.AsyncClient(

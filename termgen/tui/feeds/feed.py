@@ -8,6 +8,7 @@ from typing import Protocol
 
 from termgen.client import ModelInfo
 from termgen.errors import EngineError
+from termgen.vocabulary.engine_history import EngineHistory, HistoryState
 from termgen.vocabulary.events import EngineSnapshot, EventBus, EventRing
 from termgen.vocabulary.telemetry import Cache, Events, Message, Opening
 
@@ -41,6 +42,10 @@ class StreamFeed:
         """Snapshots that were passed on since `drain_snapshots`."""
         self.begun: EngineSnapshot | None = None
         """The state before the first event of this epoch, if it was sent."""
+        self._awaits_past = False
+        """The events that come are older than the snapshot, which is held back until then."""
+        self.history = EngineHistory()
+        """The last hour, in coarse figures."""
         self.stream = ""
         self.opening = opening
         self.model = opening.model
@@ -64,7 +69,7 @@ class StreamFeed:
         raise AssertionError("the feed says what time it is")
 
     async def snapshot(self) -> EngineSnapshot:
-        if self._snapshot is None:
+        if self._snapshot is None or self._awaits_past:
             raise EngineError("the engine has not reported its state yet")
         return self._snapshot
 
@@ -90,8 +95,12 @@ class StreamFeed:
             self.num_dropped = message.dropped
             for event in message.events:
                 self._bus.publish(event)
+            self.history.add(message.events)
+        elif isinstance(message, HistoryState):
+            self.history.restore(message)
+            self._awaits_past = False
         elif isinstance(message, Cache):
-            self._snapshot = message.snapshot
+            self._snapshot, self._awaits_past = message.snapshot, False
             self._passed.append(message.snapshot)
         else:
             self.model, self.status = message.model, message.status
@@ -101,8 +110,11 @@ class StreamFeed:
     def _open(self, opening: Opening) -> None:
         if opening.stream != self.stream:
             self.epoch += bool(self.stream)
-            self._snapshot, self.begun = None, opening.snapshot
+            self._awaits_past = opening.num_past > 0
+            # A state that is newer than the events to come would be taken for the one before them.
+            self._snapshot, self.begun = None, None if self._awaits_past else opening.snapshot
             self._passed.clear()
+            self.history = EngineHistory()
         self.stream, self.opening = opening.stream, opening
         self.num_dropped = opening.dropped
         self._snapshot = opening.snapshot or self._snapshot

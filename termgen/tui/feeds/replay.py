@@ -14,6 +14,7 @@ from pathlib import Path
 from termgen.errors import TermgenError
 from termgen.tui.feeds.feed import PASSED_KEPT, StreamFeed
 from termgen.tui.paint.formatting import clock
+from termgen.vocabulary.engine_history import EngineHistory, HistoryState
 from termgen.vocabulary.events import RequestEvent
 from termgen.vocabulary.telemetry import (
     Cache,
@@ -24,10 +25,12 @@ from termgen.vocabulary.telemetry import (
     Opening,
     TelemetryError,
     decode,
+    encode,
 )
 
 LOOK_BACK_NS = 150_000_000_000
 """Time that is replayed before the chosen moment: more than the dashboard's series show."""
+CHECKPOINT_NS = 120_000_000_000
 PART_EVENTS = 512
 """Played at once, so that keys are answered while minutes are played again."""
 MIN_SPEED, MAX_SPEED = 1 / 16, 16.0
@@ -42,11 +45,16 @@ class ReplayFeed(StreamFeed):
     """Plays one recording from its begin. `advance` is called before each frame of the screen."""
 
     def __init__(
-        self, frames: list[tuple[int, Frame]], now_ns: Callable[[], int] = time.perf_counter_ns
+        self,
+        frames: list[tuple[int, Frame]],
+        now_ns: Callable[[], int] = time.perf_counter_ns,
+        *,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         opening = decode(frames[0][1])
         assert isinstance(opening, Opening)
         super().__init__(opening)
+        self._checkpoints = checkpoints
         self._frames = frames
         self._times = [time_ns for time_ns, _ in frames]
         # Where the frames are that tell how something stands.
@@ -60,13 +68,15 @@ class ReplayFeed(StreamFeed):
         self._since_ns = now_ns()
         self.speed = 1.0
         self.is_stopped = False
-        self.advance()
+        self._next = 1
+        self.take(opening)  # the rest is for rings that are yet to come
 
     @classmethod
     def open(cls, path: Path) -> ReplayFeed:
         """Raises ReplayError for a file that is missing, or none of ours."""
         try:
-            return cls(read_frames(path))
+            checkpoints = Checkpoints()
+            return cls(read_frames(path, checkpoints), checkpoints=checkpoints)
         except ReplayError as error:
             raise ReplayError(f"--replay {error}") from error
         except OSError as error:
@@ -131,6 +141,8 @@ class ReplayFeed(StreamFeed):
         if by_ns < 0:
             self.epoch += 1
             self._next = bisect.bisect_left(self._times, target - LOOK_BACK_NS)
+            if self._checkpoints is not None:
+                self._next = self._checkpoints.before(self._next)
             self._restore(self._next)
         self.advance()
 
@@ -146,14 +158,54 @@ class ReplayFeed(StreamFeed):
             message = decode(self._frames[at][1])
             assert message is not None
             self.take(message)
-        self.begun = self._snapshot
+        self.begun, self._awaits_past = self._snapshot, False
+        if self._checkpoints is not None:
+            self.take(self._checkpoints.state_at(place))
 
     def _last_before(self, place: int, kind: str) -> int | None:
         index = bisect.bisect_left(self._places[kind], place) - 1
         return self._places[kind][index] if index >= 0 else None
 
 
-def read_frames(path: Path) -> list[tuple[int, Frame]]:
+class Checkpoints:
+    """The coarse history of a recording at some of its frames, packed: an hour has about a
+    megabyte of them."""
+
+    def __init__(self) -> None:
+        self._history = EngineHistory()
+        self._stream = ""
+        self._due_ns = 0
+        self._places = [0]
+        """Frames that have a checkpoint before them, and the beginning."""
+        self._states: list[Frame] = []
+
+    def add(self, place: int, time_ns: int, message: Message) -> None:
+        """Note the next frame of the recording."""
+        if isinstance(message, Opening):
+            if message.stream != self._stream:
+                self._stream, self._history = message.stream, EngineHistory()
+            self._due_ns = self._due_ns or time_ns + CHECKPOINT_NS
+        elif time_ns >= self._due_ns:
+            self._due_ns = time_ns + CHECKPOINT_NS
+            self._places.append(place)
+            self._states.append(encode(self._history.state(), ""))
+        if isinstance(message, Events):
+            self._history.add(message.events)
+        elif isinstance(message, HistoryState):
+            self._history.restore(message)
+
+    def before(self, place: int) -> int:
+        """The last frame with a checkpoint, at or before another."""
+        return self._places[bisect.bisect_right(self._places, place) - 1]
+
+    def state_at(self, place: int) -> HistoryState:
+        """The history before a frame that has a checkpoint."""
+        state = decode(self._states[self._places.index(place) - 1])
+        assert isinstance(state, HistoryState)
+        return state
+
+
+def read_frames(path: Path, checkpoints: Checkpoints | None = None) -> list[tuple[int, Frame]]:
     """Frames with their times, never falling. A file cut off in the middle of a frame is fine."""
     reader, newest = FrameReader(), 0
     frames: list[tuple[int, Frame]] = []
@@ -169,6 +221,8 @@ def read_frames(path: Path) -> list[tuple[int, Frame]]:
                 if not frames and not isinstance(message, Opening):
                     raise ReplayError(f"{path}: it does not begin with a snapshot frame")
                 newest = max(newest, _time_of(message, newest))
+                if checkpoints is not None:
+                    checkpoints.add(len(frames), newest, message)
                 frames.append((newest, frame))
     if not frames:
         raise ReplayError(f"{path}: no frame of an event stream in it")

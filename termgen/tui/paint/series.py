@@ -63,8 +63,14 @@ def _over(row: Row, words: str) -> Row:
 
 def span_words(points: int, window_s: int | None) -> str:
     """The length of time that this many points cover."""
-    seconds = window_s if window_s is not None else points * POINT_S
-    return f"−{seconds:g} s"
+    return f"−{length_words(window_s if window_s is not None else points * POINT_S)}"
+
+
+def length_words(seconds: float) -> str:
+    """`30 s`, `10 min`, `1 h`: seconds up to two minutes."""
+    if seconds <= 120:
+        return f"{seconds:g} s"
+    return f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
 
 
 def bar(share: float, width: int, *, role: str, track: str = "border") -> Row:

@@ -11,11 +11,11 @@ from tui_harness import MS, NOW_NS, SECOND, request_view, step
 
 from termgen.tui.dashboard.pages.overview import limit_spans, numbers_lines
 from termgen.tui.dashboard.state.limits import Limit, limit_of, why_slow_start
-from termgen.tui.dashboard.state.step_figures import Spread
 from termgen.tui.dashboard.state.store import DashboardStore, DashboardView, HostReading
 from termgen.tui.paint.spans import row_text
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.memory_ledger import GIB, WeightReads
+from termgen.vocabulary.time_spread import Spread
 
 MEMORY = make_memory_ledger(weights_bytes=15 * GIB, kv_cache_bytes=40 * GIB)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_engine import make_snapshot
 from textual.geometry import Region
@@ -20,12 +21,13 @@ from tui_harness import (
     feed_dashboard,
     ready,
     step,
+    steps,
     wait_until,
 )
 
 from termgen.errors import EngineError
 from termgen.tui.paint.canvas import Canvas
-from termgen.vocabulary.events import RequestEvent, RequestEventKind
+from termgen.vocabulary.events import EngineEvent, RequestEvent, RequestEventKind
 
 
 def dashboard_app() -> FrozenApp:
@@ -337,7 +339,7 @@ async def test_it_knows_what_happened_before_it_was_first_shown() -> None:
         app.engine.bus.publish(step(4_711, end_ns=NOW_NS))
         await pilot.press("f2")
         await wait_until(pilot, lambda: "step 4 711" in panel(app, "batch"))
-        assert len(app.engine.bus._rings) == 1
+        assert len(app.engine.bus._rings) == 2, "its own, and that of the last hour"
     assert app.engine.bus._rings == ()
 
 
@@ -422,6 +424,54 @@ async def test_the_window_of_the_series_is_chosen_by_a_key() -> None:
         await pilot.press("w", "w")
         await app.dashboard.refresh_view()
         assert "−120 s" in panel(app, "decode")
-        await pilot.press("w")
+        await pilot.press("w", "w", "w")
         await pilot.pause()
         assert panel(app, "decode") == before
+
+
+def long_ago() -> list[EngineEvent]:
+    """Twenty minutes, 10 s of work in each; the figures of the last ten are known."""
+    kinds, events = RequestEventKind, list[EngineEvent]()
+    for minute in range(20, 0, -1):
+        at = NOW_NS - minute * 60 * SECOND
+        events.append(RequestEvent(at, f"r{minute}", kinds.QUEUED, 5, 0, 0))
+        events.append(RequestEvent(at + SECOND, f"r{minute}", kinds.FIRST_TOKEN, 5, 1, 0))
+        run = steps(250, now_ns=at + 10 * SECOND, first_id=minute * 1000)
+        events += [record._replace(num_preemptions=(20 - minute) // 5) for record in run]
+    return events
+
+
+async def test_ten_minutes_and_an_hour_are_coarse_and_say_so() -> None:
+    app = dashboard_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await ready(app, pilot)
+        for event in long_ago():
+            app.engine.bus.publish(event)
+        assert app.dashboard._event_reader._watch is not None
+        app.dashboard._event_reader._watch.read()
+        await app.dashboard.refresh_view()
+        await pilot.press("w", "w", "w", "w")
+        await pilot.pause()
+        assert "−10 min · 10 s each" in panel(app, "decode")
+        assert "±5%" in panel(app, "latency") and "last 10 min" in panel(app, "gauges")
+        ten = app.dashboard.view
+        assert ten.is_coarse and len(ten.series.decode) == 60
+        assert np.count_nonzero(ten.series.prefill) == 10, "ten seconds of work in a minute"
+        assert ten.ttft.p50 == pytest.approx(1000, rel=0.05)
+        await pilot.press("w")
+        await pilot.pause()
+        assert "−1 h" in panel(app, "decode")
+        assert "last 1 h · 20 min known" in panel(app, "gauges")
+        assert re.search(r"preempted .* 3 ", panel(app, "gauges"))
+        hour = app.dashboard.view
+        assert np.count_nonzero(hour.series.prefill) == 20
+        assert hour.decode_rate == ten.decode_rate, "rates are those of the last second"
+        await pilot.press("space", "w", "w")  # frozen: from what was known then
+        for record in steps(1000, now_ns=NOW_NS + 40 * SECOND):
+            app.engine.bus.publish(record)
+        app.dashboard._event_reader._watch.read()
+        await pilot.press("w", "w", "w", "w")
+        await pilot.pause()
+        frozen = app.dashboard.view
+        assert np.array_equal(frozen.series.decode, hour.series.decode)
+        assert frozen.ttft == hour.ttft

@@ -22,7 +22,6 @@ from termgen.tui.dashboard.pages.lanes import batch_page
 from termgen.tui.dashboard.pages.overview import LiveState
 from termgen.tui.dashboard.pages.requests import requests_panel
 from termgen.tui.dashboard.pages.timeline import timeline_page
-from termgen.tui.dashboard.state.step_figures import Spread
 from termgen.tui.dashboard.state.store import DashboardStore, DashboardView, HostReading, windowed
 from termgen.tui.loading import loading_rows
 from termgen.tui.paint.formatting import brief_id, rate
@@ -31,6 +30,7 @@ from termgen.tui.paint.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
 from termgen.tui.paint.series import bar, braille, spark
 from termgen.tui.paint.spans import Row, row_text, row_width
 from termgen.vocabulary.events import BlockState, StepRecord
+from termgen.vocabulary.time_spread import Spread
 
 LIVE = LiveState(hz=4, paused=False, healthy=True, observer_share=0.012)
 SIZES = [(20, 3), (58, 5), (80, 6), (120, 9), (200, 14)]

@@ -21,12 +21,10 @@ from tui_harness import (
 from termgen.tui.dashboard.state.log import Level, LogBook
 from termgen.tui.dashboard.state.past import as_of
 from termgen.tui.dashboard.state.request_history import RequestHistory
-from termgen.tui.dashboard.state.step_figures import MAX_STEP_BUCKETS, percentile
 from termgen.tui.dashboard.state.store import (
     BUCKET_NS,
     HISTORY_BUCKETS,
     STEP_HISTORY,
-    TRACKED_REQUESTS,
     DashboardStore,
     mode_letter,
     mode_shares,
@@ -35,6 +33,9 @@ from termgen.tui.dashboard.state.store import (
     windowed,
 )
 from termgen.vocabulary.events import EngineEvent, RequestEvent, RequestEventKind
+from termgen.vocabulary.request_tracks import TRACKED_REQUESTS
+from termgen.vocabulary.step_figures import MAX_STEP_BUCKETS
+from termgen.vocabulary.time_spread import percentile
 
 
 def make_store() -> DashboardStore:
@@ -178,7 +179,7 @@ def test_memory_stays_bounded() -> None:
         for j in range(i, i + 8):
             store.apply([RequestEvent(NOW_NS + j, f"r{j}", kinds.QUEUED, 1, 0, 0)])
         store.apply([step(j, end_ns=NOW_NS + j * BUCKET_NS) for j in range(i, i + 8)])
-    assert len(store._live) <= TRACKED_REQUESTS
+    assert len(store._tracks._live) <= TRACKED_REQUESTS
     assert len(store.view(NOW_NS).steps) == STEP_HISTORY
 
 

@@ -29,7 +29,6 @@ from termgen.tui.dashboard.pages.graphs import (
     startup_panel,
 )
 from termgen.tui.dashboard.pages.timeline import lanes_panel, timeline_page
-from termgen.tui.dashboard.state.step_figures import quantiles
 from termgen.tui.dashboard.state.store import MAX_SIZES, DashboardStore, DashboardView, GraphStats
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.frame import Frame
@@ -37,6 +36,7 @@ from termgen.tui.paint.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
 from termgen.tui.paint.spans import Row, row_text, row_width
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.startup_phases import StartupPhase
+from termgen.vocabulary.time_spread import quantiles
 
 SIZES = [(30, 6), (80, 21), (120, 37), (200, 57)]
 PHASES = (StartupPhase("weights", 2.0), StartupPhase("kernels", 6.0), StartupPhase("graphs", 2.0))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_engine import make_snapshot
 from tui_harness import (
@@ -35,7 +36,9 @@ from termgen.tui.feed_app import TopApp
 from termgen.tui.feeds.feed import StreamFeed
 from termgen.tui.feeds.replay import PART_EVENTS, ReplayFeed
 from termgen.tui.paint.canvas import Canvas
+from termgen.vocabulary.engine_history import EngineHistory
 from termgen.vocabulary.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
+from termgen.vocabulary.step_figures import COLUMNS, Values
 from termgen.vocabulary.telemetry import Cache, Frame, Model, Opening, encode, encode_events
 
 Frames = list[tuple[int, Frame]]
@@ -123,6 +126,45 @@ async def test_each_step_of_a_recording_has_its_own_snapshot() -> None:
             then = as_of(view, back, kept, reader.store.history)
             assert then.snapshot is not None and then.num_finished == newest - back
     reader.close()
+
+
+async def test_the_last_hour_is_that_of_then(tmp_path: Path) -> None:
+    """After a turn back the coarse figures are the ones that were shown at that time, those from
+    before the recording with them."""
+    before = EngineHistory()
+    before.add(step(i, end_ns=at(i - 1800)) for i in range(1800))
+    frames = [opened(0, busy_snapshot(at(0)))]
+    frames.append((at(0), encode(before.state(), "s-0")))
+    frames += [f for i in range(1, 1000) for f in (stepped(i, i), state(i, finished=i))]
+    path, clock = tmp_path / "run.events", Clock()
+    path.write_bytes(b"".join(bytes(frame) for _, frame in frames))
+    for moments in ((600, 330, 300, 5), (100, 90, 0)):
+        straight, turned = ReplayFeed.open(path), ReplayFeed.open(path)
+        for feed in (straight, turned):
+            feed._wall_ns = clock
+            feed.stop(True)
+        turn(turned, 990)
+        for moment in reversed(moments):
+            turn(straight, moment)
+            turn(turned, 990)
+            turn(turned, moment)
+            assert turned.position_ns == straight.position_ns == moment * SECOND
+            assert np.array_equal(known(turned), known(straight)), f"{moment} s"
+            assert known(turned).sum() == 1800 + moment, "a step each second"
+            reader = EventReader(turned, turned.now_ns)
+            assert sum(reader.store.view(at(moment), window_s=3600).series.decode) > 0
+            reader.close()
+
+
+def turn(feed: ReplayFeed, second: float) -> None:
+    feed.seek(round(second * SECOND) - feed.position_ns)
+    while feed.advance():
+        pass
+
+
+def known(feed: ReplayFeed) -> Values:
+    """Steps in each ten seconds of the hour."""
+    return feed.history.state().series[COLUMNS.index("steps")]
 
 
 async def test_a_state_that_was_not_told_yet_is_not_known() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from termgen.tui.dashboard.state.request_history import Doing, History, token_times
-from termgen.tui.dashboard.state.step_figures import percentiles
 from termgen.tui.paint.formatting import count, duration, plural, rate, took
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.palette import Glyphs
@@ -18,6 +17,7 @@ from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.series import bar, braille, labelled
 from termgen.tui.paint.spans import Row, Span, merge, spread, wrap
 from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.time_spread import percentiles
 
 LABEL = 12
 KNOWN_NS = 1

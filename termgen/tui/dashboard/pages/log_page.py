@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from termgen.tui.dashboard.pages.timeline import list_panel
 from termgen.tui.dashboard.state.log import Level, LogBook, LogScroll
-from termgen.tui.dashboard.state.step_figures import percentile
 from termgen.tui.dashboard.state.store import DashboardView
 from termgen.tui.paint.formatting import count, duration, percent, plural, took
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.spans import Row, Span, cut
+from termgen.vocabulary.time_spread import percentile
 
 STALL_S = 2.0
 """An engine with work that makes no progress for this long is stalled."""

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from termgen.client import ModelInfo
 from termgen.tui.dashboard.state.limits import Limit
-from termgen.tui.dashboard.state.step_figures import Values
 from termgen.tui.dashboard.state.store import DashboardView, windowed
 from termgen.tui.feeds.gpu_meter import GpuHistory
 from termgen.tui.paint.formatting import clock, count, model_words, percent, rate, took
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.sanitize import clean_line
-from termgen.tui.paint.series import braille, labelled, span_words, spark
+from termgen.tui.paint.series import braille, labelled, length_words, span_words, spark
 from termgen.tui.paint.spans import Row, Span, row_width, spread
 from termgen.vocabulary.memory_ledger import MemoryLedger, size
+from termgen.vocabulary.step_figures import Values
 
 ROOMY_TILE = 35
 NUMBER_WIDTH = 6
@@ -26,6 +26,10 @@ FOUR_NUMBERS = 46
 PLOT_WORDS = 29
 """Cells of text beside a rate's plot on a small screen."""
 POINTS_PER_READING = 4
+COARSE_POINT_S = 10
+COARSE_WORDS = "10 s each"
+TITLE_WIDTH = 12
+"""Cells of a frame's edge that are not for the words at its right."""
 SPARK_WINDOW_S = 30
 """Length of time shown by the short series, unless another is chosen."""
 
@@ -104,24 +108,24 @@ def _live_words(view: DashboardView, live: LiveState, width: int) -> list[Span]:
 
 
 def decode_tile(view: DashboardView, frame: Frame) -> list[Row]:
-    return _rate_tile("decode", view.series.decode, view.decode_rate, frame, view.window_s)
+    return _rate_tile("decode", view.series.decode, view.decode_rate, frame, view)
 
 
 def prefill_tile(view: DashboardView, frame: Frame) -> list[Row]:
-    return _rate_tile("prefill", view.series.prefill, view.prefill_rate, frame, view.window_s)
+    return _rate_tile("prefill", view.series.prefill, view.prefill_rate, frame, view)
 
 
 def _rate_tile(
-    name: str, values: Values, now: float, frame: Frame, window_s: int | None
+    name: str, values: Values, now: float, frame: Frame, view: DashboardView
 ) -> list[Row]:
     """`name` is also the role. The plot is labelled with its full height and its length of time; on
     a narrow tile the number is kept and the unit dropped."""
     width, height = frame.inner_width, frame.inner_height
-    shown = windowed(values, window_s, 2 * width)
+    shown = windowed(values, view.window_s, 2 * width)
     rows = braille(shown, width, height, role=name)
     top = max(shown, default=0.0)
     if rows:
-        rows = labelled(rows, f"max {rate(top)}", span_words(2 * width, window_s))
+        rows = labelled(rows, f"max {rate(top)}", _span(view, points=2 * width, room=width))
     title: list[Span] = [(name, "text/b")]
     number, room = rate(now), frame.width - 9 - len(name)
     unit = next((u for u in (" tok/s", "/s") if len(number + u) <= room), "")
@@ -142,7 +146,7 @@ def latency_tile(view: DashboardView, frame: Frame) -> list[Row]:
     window_s = view.window_s or SPARK_WINDOW_S
     room = max(0, width - 6 - (len(names) + 1) * TIME_WIDTH)
     heads = "".join(name.rjust(TIME_WIDTH) for name in ("max", *names))
-    body: list[Row] = [((" " * 6 + f"−{window_s} s"[:room].ljust(room) + heads, "muted"),)]
+    body: list[Row] = [((" " * 6 + _span(view, room=room)[:room].ljust(room) + heads, "muted"),)]
     for name, times, values, role in lines:
         shown = windowed(values, window_s, room or SPARK_WINDOW_S)
         longest = max(shown, default=0.0)
@@ -150,7 +154,8 @@ def latency_tile(view: DashboardView, frame: Frame) -> list[Row]:
         line = spark(shown, room, role=role, peak=longest)
         cells = "".join(took(value).rjust(TIME_WIDTH) for value in numbers)
         body.append(((name.ljust(6), "muted"), *line, (cells, "text")))
-    return frame.draw([("latency", "text/b")], (), body)
+    right: list[Span] = [("±5%", "muted")] if view.is_coarse else []
+    return frame.draw([("latency", "text/b")], right, body)
 
 
 def gauges_tile(view: DashboardView, frame: Frame, gpu: GpuHistory = ()) -> list[Row]:
@@ -160,12 +165,12 @@ def gauges_tile(view: DashboardView, frame: Frame, gpu: GpuHistory = ()) -> list
     """
     roomy = frame.width >= ROOMY_TILE
     gauges = _standing(view, roomy=roomy)
-    right: list[Span] = [(f"last {view.window_s or SPARK_WINDOW_S} s", "muted")]
+    right: list[Span] = [(_length_words(view, frame.width - TITLE_WIDTH), "muted")]
     if rest := _rest(view):
         right = [(rest, "warn/b")]
     title: list[Span] = [("now", "text/b")]
     if gpu and frame.inner_height > len(gauges) + 1:
-        gauges += _gpu_lines(gpu, roomy=roomy)
+        gauges += _gpu_lines(gpu, view, roomy=roomy)
     elif gpu:
         title.append((f" · GPU {percent(gpu[-1].busy)}", "muted"))
     if view.on_cpu and len(gauges) > frame.inner_height and view.host:
@@ -199,6 +204,8 @@ def _standing(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
         _Gauge("KV used", series.kv_share, 1.0, percent(view.kv_usage), "kv-active"),
         _Gauge("prefix hits" if roomy else "hits", series.hit_share, 1.0, hits, "kv-shared"),
     ]
+    if view.is_coarse and (preempted := float(series.preempted.sum())):
+        gauges.append(_Gauge("preempted", series.preempted, None, count(preempted), "bad"))
     if view.on_cpu:
         return gauges + host_lines(view, roomy=roomy)
     graphs = percent(view.graphs.share_recorded)
@@ -211,8 +218,8 @@ def host_lines(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
     if not view.host:
         return []
     now = view.host[-1]
-    points = [reading for reading in view.host for _ in range(POINTS_PER_READING)]
-    cores, memory = [r.cores for r in points], [float(r.resident_bytes) for r in points]
+    cores = _points([reading.cores for reading in view.host], view)
+    memory = _points([float(reading.resident_bytes) for reading in view.host], view)
     total = f"/{view.num_cores}" if view.num_cores else ""
     gib = now.resident_bytes / 2**30
     words = f"{gib:.2f} GiB" if gib < 9.995 else f"{gib:.1f} GiB"
@@ -225,17 +232,40 @@ def host_lines(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
     return lines
 
 
-def _gpu_lines(gpu: GpuHistory, *, roomy: bool) -> list[_Gauge]:
-    """NVML is read once a second; each reading becomes four points of the series."""
+def _gpu_lines(gpu: GpuHistory, view: DashboardView, *, roomy: bool) -> list[_Gauge]:
     used, total = gpu[-1].used_bytes / 2**30, gpu[-1].total_bytes / 2**30
-    points = [reading for reading in gpu for _ in range(POINTS_PER_READING)]
-    busy = [reading.busy for reading in points]
-    memory = [reading.used_bytes / reading.total_bytes for reading in points]
+    busy = _points([reading.busy for reading in gpu], view)
+    memory = _points([reading.used_bytes / reading.total_bytes for reading in gpu], view)
     words = f"{used:.0f}/{total:.0f} GiB" if roomy else f"{used:.0f}/{total:.0f}G"
     return [
         _Gauge("GPU busy" if roomy else "GPU", busy, 1.0, percent(gpu[-1].busy), "decode"),
         _Gauge("GPU memory" if roomy else "GPU mem", memory, 1.0, words, "prefill"),
     ]
+
+
+def _points(readings: Sequence[float], view: DashboardView) -> list[float]:
+    """Readings, one a second, as four points each; of a long window the begin is not known."""
+    points = [value for value in readings for _ in range(POINTS_PER_READING)]
+    wanted = POINTS_PER_READING * (view.window_s or 0) if view.is_coarse else 0
+    return [0.0] * (wanted - len(points)) + points
+
+
+def _span(view: DashboardView, *, points: int = 0, room: int) -> str:
+    """How far back a series goes, and that its points are long where they are."""
+    length = view.window_s if points else view.window_s or SPARK_WINDOW_S
+    words = span_words(points, length)
+    coarse = f"{words} · {COARSE_WORDS}"
+    return coarse if view.is_coarse and len(coarse) < room else words
+
+
+def _length_words(view: DashboardView, room: int) -> str:
+    """The length of time of the gauges. A long one also says how much of it is known."""
+    window_s = view.window_s or SPARK_WINDOW_S
+    words = f"last {length_words(window_s)}"
+    if not view.is_coarse:
+        return words
+    known = f"{words} · {length_words(view.known_s)} known"
+    return known if view.known_s + COARSE_POINT_S < window_s and len(known) <= room else words
 
 
 def _rest(view: DashboardView) -> str:
@@ -302,10 +332,10 @@ def numbers_lines(
         first = [_named("TTFT", took(view.ttft.p50), "prefill")]
         return [_joined([head, *rates, *parts, *first], width)]
     window_s = view.window_s or SPARK_WINDOW_S
-    series = view.series
+    series, span = view.series, f"  {span_words(0, window_s)}"
     both = (("out", series.decode, out, "decode"), ("in", series.prefill, into, "prefill"))
     plots: list[list[Span]] = []
-    room = max(0, (width - row_width(tuple(head)) - len(f"  −{window_s} s")) // 2 - PLOT_WORDS)
+    room = max(0, (width - row_width(tuple(head)) - len(span)) // 2 - PLOT_WORDS)
     for name, values, now, role in both:
         shown = windowed(values, window_s, room)
         top = max(shown, default=0.0)
@@ -316,12 +346,15 @@ def numbers_lines(
                 (f" max {rate(top):5}", "muted"),
             ]
         )
-    plots.append([(f"  −{window_s} s", "muted")])
+    plots.append([(span, "muted")])
     times = [
         [(f"  {name} ", "muted"), ("/".join(map(took, at)), f"{role}/b")]
         for name, at, role in (("TTFT", view.ttft, "prefill"), ("ITL", view.gap, "decode"))
     ]
     times.append([("  p50/95/99", "muted")])
+    if view.is_coarse:
+        times[-1].append((" ±5%", "muted"))
+        times.append([(f"  {COARSE_WORDS}", "muted")])
     return [_joined([head, *plots], width), _joined(parts, width), _joined(times, width)]
 
 

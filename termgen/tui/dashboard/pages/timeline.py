@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.tui.dashboard.pages.batch import no_step_words, step_line
-from termgen.tui.dashboard.state.step_figures import quantiles
 from termgen.tui.paint.formatting import percent, plural, took
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.palette import Glyphs
 from termgen.tui.paint.series import bar
 from termgen.tui.paint.spans import Row, Span, fit
 from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.time_spread import quantiles
 
 LABEL = 6
 """Cells of the label before a lane."""

@@ -14,6 +14,7 @@ from termgen.errors import EngineError
 from termgen.tui.dashboard.state.log import LogTap
 from termgen.tui.dashboard.state.store import DashboardStore
 from termgen.tui.feeds.feed import EngineFeed, StreamFeed
+from termgen.tui.feeds.history_watch import HistoryWatch
 from termgen.tui.feeds.replay import ReplayFeed
 from termgen.vocabulary.events import EngineEvent
 
@@ -21,6 +22,8 @@ IDLE_SNAPSHOT_S = 2.0
 SNAPSHOT_S = 1.0
 """An engine that does not answer must not hold up the picture that says so."""
 RING_CAPACITY = 4096
+STREAM_CAPACITY = 32_768
+"""More than a server keeps: a stream may begin with all of it."""
 EVENTS_KEPT = 8192
 """Events for a trace: one and a half minutes at 90 steps a second, some 12 MB."""
 REPLAY_CAPACITY = 65_536
@@ -36,7 +39,8 @@ class EventReader:
         self._stream = client if isinstance(client, StreamFeed) else None
         self.replay = client if isinstance(client, ReplayFeed) else None
         self._epoch = self._stream.epoch if self._stream else 0
-        self._ring = client.events(REPLAY_CAPACITY if self.replay else RING_CAPACITY)
+        self._watch = HistoryWatch(client) if self._stream is None else None
+        self._ring = client.events(self._capacity)
         self.events: deque[EngineEvent] = deque(maxlen=EVENTS_KEPT)
         """The newest events as they came."""
         self.store = self._new_store()
@@ -44,6 +48,12 @@ class EventReader:
         self._was_idle = False
         self._tap = LogTap() if self._stream is None else None
         """Lines of this process's log; None for a remote engine, whose log is elsewhere."""
+
+    @property
+    def _capacity(self) -> int:
+        if self.replay is not None:
+            return REPLAY_CAPACITY
+        return RING_CAPACITY if self._stream is None else STREAM_CAPACITY
 
     @property
     def trouble(self) -> str:
@@ -55,6 +65,8 @@ class EventReader:
     def close(self) -> None:
         """Stop listening."""
         self._client.close_events(self._ring)
+        if self._watch is not None:
+            self._watch.close()
         if self._tap is not None:
             self._tap.close()
 
@@ -99,8 +111,13 @@ class EventReader:
         """A new store that knows the requests which began before the events."""
         self.events.clear()
         model = self._client.model
+        source = self._watch or self._stream
+        assert source is not None, "the one or the other"
         store = DashboardStore(
-            started_ns=self._now_ns(), on_cpu=model.device == "cpu", num_cores=model.num_cores
+            started_ns=self._now_ns(),
+            on_cpu=model.device == "cpu",
+            num_cores=model.num_cores,
+            history=source.history,
         )
         if self._stream is not None and self._stream.begun is not None:
             store.set_snapshot(self._stream.begun)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from termgen.tui.dashboard.state.request_history import RequestHistory
-from termgen.tui.dashboard.state.step_figures import StepFigures
 from termgen.tui.dashboard.state.store import (
     HISTORY_BUCKETS,
     KEPT_S,
@@ -21,6 +20,7 @@ from termgen.tui.dashboard.state.store import (
     with_counters,
 )
 from termgen.vocabulary.events import EngineSnapshot, StepRecord
+from termgen.vocabulary.step_figures import StepFigures
 
 REACH_NS = 500_000_000
 """Longest time between a step and a snapshot that stands for it."""
@@ -32,9 +32,9 @@ def as_of(view: DashboardView, back: int, kept: Kept, lanes: RequestHistory) -> 
     later = min(back, len(view.steps) - 1)
     step = view.steps[-1 - later]
     at_ns = step.applied_ns
-    figures = kept.figures
+    figures, coarse = kept.figures, kept.coarse
     if not figures.reaches(at_ns - KEPT_S * 1_000_000_000):  # long ago: from the kept steps alone
-        figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_s=2 * KEPT_S)
+        figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_times=2 * KEPT_S)
         figures.add(view.steps[: len(view.steps) - later])
     snapshot = nearest(kept.snapshots, step)
     off = None if snapshot is None or snapshot.step is None else snapshot.step.step_id
@@ -43,8 +43,8 @@ def as_of(view: DashboardView, back: int, kept: Kept, lanes: RequestHistory) -> 
     past = replace(
         view,
         now_ns=at_ns,
-        uptime_s=view.uptime_s - (view.now_ns - at_ns) / 1e9,
-        **figures_of(figures, at_ns, view.window_s),
+        uptime_s=max(0.0, view.uptime_s - (view.now_ns - at_ns) / 1e9),
+        **figures_of(figures, coarse, at_ns, view.window_s),
         num_finished=snapshot.num_finished if snapshot else view.num_finished - num_later,
         generation_tokens=snapshot.generation_tokens if snapshot else 0,
         prompt_tokens=snapshot.prompt_tokens if snapshot else 0,

@@ -7,7 +7,7 @@ The dashboard screen feeds it and passes the resulting `DashboardView` to the re
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -18,15 +18,7 @@ import numpy as np
 
 from termgen.tui.dashboard.state.log import LogBook
 from termgen.tui.dashboard.state.request_history import RequestHistory
-from termgen.tui.dashboard.state.step_figures import (
-    BUCKET_NS,
-    QUEUE_MS,
-    TTFT_MS,
-    Series,
-    Spread,
-    StepFigures,
-    Values,
-)
+from termgen.vocabulary.engine_history import WIDTH_NS, EngineHistory
 from termgen.vocabulary.events import (
     EngineEvent,
     EngineSnapshot,
@@ -34,6 +26,16 @@ from termgen.vocabulary.events import (
     RequestEventKind,
     StepRecord,
 )
+from termgen.vocabulary.request_tracks import RequestTracks, Track
+from termgen.vocabulary.step_figures import (
+    BUCKET_NS,
+    QUEUE_MS,
+    TTFT_MS,
+    Series,
+    StepFigures,
+    Values,
+)
+from termgen.vocabulary.time_spread import Spread
 
 MAX_SIZES = 512
 """Sizes and reasons kept apart; an engine records far fewer."""
@@ -51,12 +53,12 @@ HOST_READ_S = 0.9
 KEPT_S = HISTORY_BUCKETS * BUCKET_NS // 1_000_000_000
 """How far back times are known: of steps and gaps, 30 s of it are shown unless one asks for more;
 of what comes but once a request, all."""
+COARSE_S = 3600
 FINISHED_KEPT = 64
 SNAPSHOT_BYTES = 32 * 2**20
 """Memory for past snapshots, to step back through."""
 ROW_BYTES = 64 * 1024
 """Allowance for the requests of a snapshot."""
-TRACKED_REQUESTS = 2048
 STEP_TOKENS = attrgetter("num_prefill_tokens", "num_decode_rows", "num_padded_tokens")
 _MODE = attrgetter("graph_mode")
 
@@ -224,11 +226,19 @@ class DashboardView:
     num_cores: int = 0
     """Processors that the engine may run on; 0 where it is not known."""
     window_s: int | None = None
-    """How far back the series go; None: as many of their points as there is room for."""
+    """How far back the series go; None: as many of their points as there is room for. Beyond
+    `KEPT_S` their points are those of the coarse history."""
+    known_s: int = 0
+    """How far back the coarse history goes, an hour at most."""
     is_past: bool = False
     """The figures are those of an earlier step; `steps` has the later ones too."""
     snapshot_off: int = 0
     """Steps from the marked one to the snapshot of a past view; 0: it was taken at that step."""
+
+    @property
+    def is_coarse(self) -> bool:
+        """The series have a point for ten seconds, and percentiles are right to within 5%."""
+        return self.window_s is not None and self.window_s > KEPT_S
 
     @property
     def num_blocks(self) -> int:
@@ -265,6 +275,7 @@ class Kept(NamedTuple):
     """Copies of what the store keeps of the past."""
 
     figures: StepFigures
+    coarse: StepFigures | None
     snapshots: tuple[EngineSnapshot, ...]
     """Oldest first."""
     finished: tuple[tuple[int, RequestRow], ...]
@@ -283,33 +294,29 @@ class Facts(Protocol):
     def params(self) -> str: ...
 
 
-@dataclass(slots=True)
-class _Track:
-    """Facts about one live request, collected from its events."""
-
-    queued_ns: int | None
-    """None: it was there before anybody listened."""
-    scheduled_ns: int = 0
-    first_token_ns: int = 0
-    params: str = ""
-
-
 class DashboardStore:
     """Feed it with `apply` and `set_snapshot`, read it with `view`."""
 
-    def __init__(self, *, started_ns: int, on_cpu: bool = False, num_cores: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        started_ns: int,
+        on_cpu: bool = False,
+        num_cores: int = 0,
+        history: EngineHistory | None = None,
+    ) -> None:
+        """history: for lengths of time beyond those of the live series; fed elsewhere."""
         self.started_ns = started_ns
         self.on_cpu = on_cpu
         self.num_cores = num_cores
         self._host: deque[HostReading] = deque(maxlen=KEPT_S)
         self._host_read: tuple[int, float] | None = None
         """(time, processor time) of the last reading."""
+        self._coarse = history
         self.num_dropped = 0
         self._steps: deque[StepRecord] = deque(maxlen=STEP_HISTORY)
-        self._figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_s=2 * KEPT_S)
-        self._waits: dict[int, list[tuple[int, float]]] = {TTFT_MS: [], QUEUE_MS: []}
-        """Waits that ended in the events of this frame."""
-        self._live: OrderedDict[str, _Track] = OrderedDict()
+        self._figures = StepFigures(kept_buckets=2 * HISTORY_BUCKETS, kept_times=2 * KEPT_S)
+        self._tracks = RequestTracks()
         self._finished: deque[tuple[int, RequestRow]] = deque(maxlen=FINISHED_KEPT)
         self._num_preempted: dict[str, int] = {}
         """How often each request of the last snapshot was."""
@@ -340,10 +347,7 @@ class DashboardStore:
             self._steps.extend(steps)
             self._graphs.add(steps)
             self._figures.add(steps)
-        for row, waits in self._waits.items():
-            if waits:
-                self._figures.add_waits(row, waits)
-                waits.clear()
+        self._tracks.pass_waits(self._figures)
 
     def _pass_on(self, steps: Sequence[StepRecord]) -> None:
         self.history.add_steps(steps)
@@ -380,32 +384,11 @@ class DashboardStore:
     def _apply_request(self, event: RequestEvent) -> None:
         self.history.add_event(event)
         self.log.add_event(event)
-        track = self._live.get(event.request_id)
-        if track is None:
-            if event.kind is RequestEventKind.FINISHED:
-                self._finish(event, None)
-                return
-            is_new = event.kind is RequestEventKind.QUEUED
-            track = self._live[event.request_id] = _Track(event.time_ns if is_new else None)
-            track.params = event.detail if is_new else ""
-            while len(self._live) > TRACKED_REQUESTS:
-                self._live.popitem(last=False)
-        if event.kind is RequestEventKind.SCHEDULED and not track.scheduled_ns:
-            track.scheduled_ns = event.time_ns
-            self._note_wait(QUEUE_MS, event, track)
-        elif event.kind is RequestEventKind.FIRST_TOKEN and not track.first_token_ns:
-            track.first_token_ns = event.time_ns
-            self._note_wait(TTFT_MS, event, track)
-        elif event.kind is RequestEventKind.FINISHED:
-            del self._live[event.request_id]
+        track = self._tracks.apply(event)
+        if event.kind is RequestEventKind.FINISHED:
             self._finish(event, track)
 
-    def _note_wait(self, row: int, event: RequestEvent, track: _Track) -> None:
-        if track.queued_ns is not None:
-            took_ms = max(0, event.time_ns - track.queued_ns) / 1e6
-            self._waits[row].append((event.time_ns, took_ms))
-
-    def _finish(self, event: RequestEvent, track: _Track | None) -> None:
+    def _finish(self, event: RequestEvent, track: Track | None) -> None:
         self._num_finished += 1
         rate = None
         if track is not None and track.first_token_ns:
@@ -435,7 +418,12 @@ class DashboardStore:
         view = DashboardView(
             now_ns=now_ns,
             uptime_s=(now_ns - self.started_ns) / 1e9,
-            **figures_of(self._figures, now_ns, window_s),
+            **figures_of(
+                self._figures,
+                self._coarse_figures if (window_s or 0) > KEPT_S else None,
+                now_ns,
+                window_s,
+            ),
             num_running=0,
             num_waiting=0,
             num_finished=max(self._num_finished, snapshot.num_finished if snapshot else 0),
@@ -448,13 +436,14 @@ class DashboardStore:
             generation_tokens=snapshot.generation_tokens if snapshot else 0,
             prompt_tokens=snapshot.prompt_tokens if snapshot else 0,
             steps=tuple(self._steps),
-            requests=request_rows(snapshot, self._finished, self._live.get, now_ns),
+            requests=request_rows(snapshot, self._finished, self._tracks.get, now_ns),
             snapshot=snapshot,
             num_dropped=self.num_dropped,
             max_num_seqs=snapshot.max_num_seqs if snapshot else None,
             max_num_batched_tokens=snapshot.max_num_batched_tokens if snapshot else None,
             graphs=self._graphs.figures,
             window_s=window_s,
+            known_s=self._known_s(now_ns),
             on_cpu=self.on_cpu,
             host=tuple(self._host),
             num_cores=self.num_cores,
@@ -462,16 +451,38 @@ class DashboardStore:
         return view if counters is None else with_counters(view, counters)
 
     def kept(self) -> Kept:
-        return Kept(deepcopy(self._figures), tuple(self._snapshots), tuple(self._finished))
+        return Kept(
+            deepcopy(self._figures),
+            deepcopy(self._coarse_figures),
+            tuple(self._snapshots),
+            tuple(self._finished),
+        )
+
+    @property
+    def _coarse_figures(self) -> StepFigures | None:
+        return self._coarse.figures if self._coarse is not None else None
+
+    def _known_s(self, now_ns: int) -> int:
+        if self._coarse is None or not self._coarse.since_ns:
+            return 0
+        return min(COARSE_S, max(0, now_ns - self._coarse.since_ns) // 1_000_000_000)
 
 
-def figures_of(figures: StepFigures, now_ns: int, window_s: int | None) -> dict[str, Any]:
-    """Fields of a view: series up to `now_ns`, rates, and percentiles of the window."""
+def figures_of(
+    figures: StepFigures, coarse: StepFigures | None, now_ns: int, window_s: int | None
+) -> dict[str, Any]:
+    """Fields of a view: series up to `now_ns`, rates, and percentiles of the window. coarse: the
+    figures of a longer time."""
     series = figures.series(now_ns, HISTORY_BUCKETS)
-    short, long = window_s or STEP_WINDOW_S, window_s or KEPT_S
-    return {
+    rates = {
         "decode_rate": float(series.decode[-RATE_BUCKETS:].mean()),
         "prefill_rate": float(series.prefill[-RATE_BUCKETS:].mean()),
+    }
+    short, long = window_s or STEP_WINDOW_S, window_s or KEPT_S
+    if long > KEPT_S and coarse is not None:
+        figures = coarse
+        series = coarse.series(now_ns, long * 1_000_000_000 // WIDTH_NS)
+    return rates | {
         "series": series,
         "step": figures.step_times.spread(now_ns, short),
         "gap": figures.gaps.spread(now_ns, short),
@@ -542,7 +553,7 @@ def with_counters(view: DashboardView, source: StepRecord | EngineSnapshot) -> D
 
 def windowed(values: Sequence[float] | Values, window_s: int | None, points: int) -> list[float]:
     """The last seconds of a series in so many points, each the highest of what it covers; without
-    a window its last points."""
+    a window its last points. A series of fewer points is the coarse one, cut to the window."""
     count = len(values) if window_s is None else window_s * 1_000_000_000 // BUCKET_NS
     tail = np.asarray(values[max(0, len(values) - max(1, count)) :], np.float64)
     if window_s is not None and points > 0 and len(tail):
