@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from termgen.errors import DownloadError
+from termgen.library.hub_names import quiet_client
 from termgen.library.places import models_folder
 from termgen.library.stores import HUB_PREFIX
 
@@ -41,6 +42,7 @@ def fetch_large_files(
     """
     from huggingface_hub import HfApi, constants
 
+    quiet_client()
     folder = repository_folder(repo_id)
     before = blobs_of(folder)
     info = HfApi().model_info(repo_id, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)

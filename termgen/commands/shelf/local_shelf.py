@@ -40,6 +40,8 @@ LEAST_FREE_TO_MEASURE = 8
 """The memory's rate is measured only if this many times as much as is read is free."""
 HUB_WAIT_S = 20.0
 """An answer of the hub is waited for this long."""
+OFFER_WAIT_S = 5.0
+"""A better model is offered if the hub answers in this time."""
 CONTINUES_TEXT = "continues text, has no chat template"
 T = TypeVar("T")
 
@@ -92,6 +94,21 @@ class LocalShelf:
         if current is not None and model.path.samefile(current):
             raise ModelError(f"{name} is in use: choose another model first")
         return await asyncio.to_thread(removal.delete, name)
+
+    async def offer(self) -> ModelChoice | None:
+        if self._holder.config.model not in (None, catalog.DEFAULT_MODEL):
+            return None
+        choices = await self.choices()
+        best = next((choice for choice in choices if choice.is_best and not choice.is_here), None)
+        has_better = any(c.is_best and c.is_here and not c.is_current for c in choices)
+        if best is None or has_better:
+            return None
+        _, done = _daemon("termgen-hub", hub.can_reach)
+        try:
+            is_there = await asyncio.wait_for(asyncio.wrap_future(done), OFFER_WAIT_S)
+        except TimeoutError:
+            return None
+        return best if is_there else None
 
     async def fetch(self, name: str, report: Report) -> None:
         stopped = threading.Event()
