@@ -133,6 +133,9 @@ class RemoteHolder:
     async def remove(self, name: str) -> int:
         raise EngineError("a server's models are its own: they are not deleted from here")
 
+    async def offer(self) -> ModelChoice | None:
+        return None
+
     async def fetch(self, name: str, report: Callable[[str, float], None]) -> None:
         """Do nothing: a server has every model that it lists."""
 

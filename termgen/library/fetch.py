@@ -20,14 +20,19 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from termgen.errors import CacheError, DownloadError
-from termgen.library.hub_files import fetch_large_files, note_fetched, repository_folder
+from termgen.library.hub_files import (
+    blobs_of,
+    fetch_large_files,
+    note_fetched,
+    repository_folder,
+)
 
 Progress = Callable[[str, float], None]
 """Called with the stage and its completed share, 0 to 1; from any thread, one call at a time."""
@@ -275,17 +280,16 @@ def fetch_hub_snapshot(
     # takes 0.3 s to import
     from huggingface_hub import errors, snapshot_download
 
-    what = f"fetching {repo_id}"
+    what, folder = f"fetching {repo_id}", repository_folder(repo_id)
+    before = blobs_of(folder)
     try:
-        folder = repository_folder(repo_id)
-        before = fetch_large_files(repo_id, _wanted(file), on_progress)
+        fetch_large_files(repo_id, _wanted(file), on_progress)
         snapshot_download(
             repo_id,
             allow_patterns=list(HUB_PATTERNS) if file is None else [file],
             ignore_patterns=list(HUB_IGNORED) if file is None else None,
             tqdm_class=_progress_class(what, expected_bytes, on_progress),
         )
-        note_fetched(folder, before)
     except DownloadError:
         raise
     except errors.GatedRepoError as error:
@@ -302,6 +306,9 @@ def fetch_hub_snapshot(
     except Exception as error:
         # The hub client passes on exceptions of its HTTP library, which depends on the version.
         raise _hub_error(repo_id, error) from error
+    finally:
+        with suppress(OSError):  # it can be used all the same
+            note_fetched(folder, before)
 
 
 def _wanted(file: str | None) -> Callable[[str], bool]:

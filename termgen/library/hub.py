@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from termgen.errors import DownloadError, ModelNotFoundError
-from termgen.library.hub_names import is_model_file, part_of, quantization_of
+from termgen.library.hub_names import is_model_file, part_of, quantization_of, quiet_client
 
 TIMEOUT_S = 10.0
 MAX_RESULTS = 20
@@ -50,6 +50,7 @@ def search(words: str) -> list[HubRepository]:
     """Repositories with GGUF files, the most fetched first."""
     from huggingface_hub import HfApi  # 0.3 s
 
+    quiet_client()
     with _plain_faults("search the hub"):
         found = HfApi().list_models(
             search=words,
@@ -65,6 +66,7 @@ def model_files(hub_id: str) -> list[HubFile]:
     """The GGUF models of a repository, the smallest first. The parts of a split one are one."""
     from huggingface_hub import HfApi
 
+    quiet_client()
     with _plain_faults(f"list the files of {hub_id}", hub_id):
         info = HfApi().model_info(hub_id, files_metadata=True, timeout=TIMEOUT_S)
     sizes: dict[tuple[str, int], int] = {}
@@ -86,6 +88,7 @@ def can_reach() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
+    quiet_client()
     try:
         return bool(list(HfApi().list_models(limit=1, expand=["downloads"])))
     except Exception:  # whatever its HTTP library raises: there is no hub then

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from termgen.errors import DownloadError
+from termgen.library.hub_names import quiet_client
 from termgen.library.places import models_folder
 from termgen.library.stores import HUB_PREFIX
 
@@ -33,16 +34,15 @@ Progress = Callable[[str, float], None]
 
 def fetch_large_files(
     repo_id: str, is_wanted: Callable[[str], bool], on_progress: Progress
-) -> set[str]:
-    """Fetch the wanted large files of a repository; returns the names of all its blobs that were
-    there before.
+) -> None:
+    """Fetch the wanted large files of a repository, but for those that are there.
 
     Raises what the hub's client raises, and DownloadError for a wrong checksum.
     """
     from huggingface_hub import HfApi, constants
 
+    quiet_client()
     folder = repository_folder(repo_id)
-    before = blobs_of(folder)
     info = HfApi().model_info(repo_id, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     wanted = [
         (file.rfilename, file.size, file.lfs.sha256)
@@ -58,7 +58,6 @@ def fetch_large_files(
             share = _Share(f"fetching {name}", done, size, total, on_progress)
             _fetch_blob(folder, repo_id, name, size, sha256, share)
         done += size
-    return before
 
 
 class _Share:
@@ -172,6 +171,8 @@ def blobs_of(folder: Path) -> set[str]:
 def note_fetched(folder: Path, before: set[str]) -> None:
     """Note the blobs of a repository's folder that have come since."""
     fetched = (blobs_of(folder) - before) | noted(folder)
+    if not fetched:
+        return
     notes = models_folder() / NOTES
     path = notes / f"{folder.name}.json"
     notes.mkdir(parents=True, exist_ok=True)

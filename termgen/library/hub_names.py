@@ -17,6 +17,13 @@ _QUANTIZATION = re.compile(
 )
 
 
+def quiet_client() -> None:
+    """Keep the hub's client from writing to a screen: it warns of each try on standard error."""
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
 def is_hub_id(name: str) -> bool:
     return (
         _HUB_ID.fullmatch(name) is not None

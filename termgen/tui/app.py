@@ -55,7 +55,7 @@ from termgen.tui.help import HelpScreen, HelpSection
 from termgen.tui.keys.alt_keys import drop_letter, let_alt_keys_through
 from termgen.tui.keys.keymap import KeyedApp, Keymap, key_names, read_keymap
 from termgen.tui.loading import LoadingScreen, StartupProgress
-from termgen.tui.models import ModelScreen
+from termgen.tui.models import ModelScreen, bytes_words
 from termgen.tui.paint.canvas_screen import CanvasScreen
 from termgen.tui.paint.palette import ROLES, VARIABLE_PREFIX, Palette, has_few_colours
 from termgen.tui.paint.sanitize import clean, clean_line
@@ -258,6 +258,8 @@ class TermgenApp(KeyedApp):
         folders = theme_folders or (themes.shipped_folder(), themes.user_folder())
         self._themes = ThemeShelf(*folders)
         self._models = models
+        self._offered = ""
+        """A better model that the empty chat offers."""
         self._progress = StartupProgress()
         self._loading = LoadingScreen(
             self._progress, before_chat=start_screen == "chat", keymap=self._keymap_now
@@ -346,6 +348,21 @@ class TermgenApp(KeyedApp):
         await self.action_show(self._start_screen)
         if isinstance(self.screen, ChatScreen):
             self._loading.hand_over(self.screen)
+            self._offer_better(self.screen)
+
+    @work(exclusive=True, group="offer")
+    async def _offer_better(self, chat: ChatScreen) -> None:
+        """Offer a better model in the empty chat, where there is one to be fetched."""
+        if self._models is None:
+            return
+        try:
+            choice = await self._models.offer()
+        except TermgenError:
+            return  # it was not asked for: nothing is said
+        if choice is not None and choice.size_bytes is not None:
+            self._offered = choice.name
+            size = bytes_words(choice.size_bytes)
+            chat.show_offer(f"fetches {choice.shown} ({size}), the best for this machine")
 
     async def open_screens(self, report: Callable[[str, float], None]) -> None:
         """Start the engine and make its screens."""
@@ -380,6 +397,10 @@ class TermgenApp(KeyedApp):
         if self._models is None:
             self.notify("the model stays while its server runs", severity="warning")
             return
+
+        if not name and not chat.conversation.turns:
+            name, self._offered = self._offered, ""
+        chat.show_offer("")
 
         def stop_answer() -> None:
             chat.dialogue.stop_answer()

@@ -218,7 +218,9 @@ class ModelScreen(ModalScreen[Switch | None]):
         self._fill(here)
         if self._name:
             try:
-                self._choose(await self._shelf.look_up(self._name))
+                found = await self._shelf.look_up(self._name)
+                listed = [choice for choice in self._choices if choice.name == found.name]
+                self._choose(listed[0] if listed else found)
             except TermgenError as error:
                 self._say(str(error), "bad")
 
@@ -399,9 +401,10 @@ class ModelScreen(ModalScreen[Switch | None]):
         if warning and self._asked != choice:
             self._asked = choice
             self._say(f"{clean_line(choice.shown)}: {warning}", "warn")
-            if choice not in self._choices:  # typed by its name: enter must find it
+            if choice not in self._choices:
                 self._choices.insert(0, choice)
-                self._fill(0)
+            if self._marked() != choice:  # typed by its name: enter must find it
+                self._fill(self._choices.index(choice))
             return
         self._fetching = self._change(choice)
 

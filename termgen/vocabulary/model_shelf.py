@@ -123,6 +123,10 @@ class ModelShelf(Protocol):
         """Delete a model that termgen fetched; returns the bytes freed."""
         ...
 
+    async def offer(self) -> ModelChoice | None:
+        """A better model than the default one in use, if this machine can run and fetch it."""
+        ...
+
     async def fetch(self, name: str, report: Report) -> None:
         """Bring it to this machine; cancelling stops that. A later call goes on from there, where
         the source allows it."""

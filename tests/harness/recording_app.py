@@ -53,6 +53,9 @@ PARAMS = SamplingParams()
 class Shelf:
     can_search = True
 
+    async def offer(self) -> ModelChoice | None:
+        return None
+
     async def choices(self) -> list[ModelChoice]:
         return [ModelChoice("one-model")]
 

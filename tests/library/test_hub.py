@@ -179,6 +179,18 @@ def test_a_folder_of_weights(hub: FakeHub) -> None:
     assert not hub_files.repository_folder("org/whole").exists()
 
 
+def test_what_came_before_a_failure_counts_as_fetched(hub: FakeHub) -> None:
+    files = {"config.json": b"{}", "a.safetensors": b"a" * 5000, "model.safetensors": b"w" * 5000}
+    repository = hub.repositories["org/whole"] = FakeRepository(files)
+    repository.said["model.safetensors"] = "b" * 64
+    with pytest.raises(DownloadError, match="wrong checksum"):
+        pull("org/whole")
+    repository.said.clear()
+    assert pull("org/whole").kind == "folder"
+    assert delete("org/whole") == 10_002
+    assert not hub_files.repository_folder("org/whole").exists()
+
+
 def test_deleting_what_termgen_fetched_and_nothing_else(hub: FakeHub) -> None:
     folder = hub_files.repository_folder("org/small-GGUF")
     mine = pull("org/small-GGUF:Q8_0").path

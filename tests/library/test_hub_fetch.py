@@ -17,7 +17,7 @@ from termgen.library.fetch import fetch_hub_snapshot
 def without_large_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """These are fetched apart, see `test_hub.py`."""
     monkeypatch.setenv("TERMGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("termgen.library.fetch.fetch_large_files", lambda *arguments: set())
+    monkeypatch.setattr("termgen.library.fetch.fetch_large_files", lambda *arguments: None)
 
 
 def silent(stage: str, fraction: float) -> None:

@@ -79,6 +79,11 @@ class FakeShelf:
         small = replace(REMOTE, name=f"{name}:a-Q4_K_M.gguf", title="a-Q4_K_M")
         return [small, replace(small, name=f"{name}:a-Q8_0.gguf", title="a-Q8_0", is_best=True)]
 
+    offered: ModelChoice | None = None
+
+    async def offer(self) -> ModelChoice | None:
+        return self.offered
+
     async def remove(self, name: str) -> int:
         self.done.append(f"remove {name}")
         if self.fetch_error is not None:
@@ -497,6 +502,38 @@ def test_the_hub_in_pictures(snap_compare: Any, size: tuple[int, int]) -> None:
         await pilot.pause()
 
     assert snap_compare(picker_app()[0], terminal_size=size, run_before=open_it)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 12)], ids=str)
+async def test_a_better_model_is_offered_in_the_empty_chat(size: tuple[int, int]) -> None:
+    app, shelf = picker_app()
+    shelf.offered = REMOTE
+    async with app.run_test(size=size) as pilot:
+        await ready(app, pilot)
+        chat = app.chat
+        if size[0] == 80:
+            words = "f5 fetches qwen3-0.6b (1.5 GB), the best for this machine"
+            await wait_until(pilot, lambda: words in chat.transcript.plain_text)
+        await wait_until(pilot, lambda: app._offered == REMOTE.name)
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        await wait_until(pilot, lambda: "⏎ again" in message(screen))
+        assert shelf.done == [], "it is fetched after a question only"
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.screen is chat)
+        assert shelf.done == ["fetch qwen3-0.6b", "switch qwen3-0.6b"]
+        assert "fetches" not in chat.transcript.plain_text
+        await pilot.press("f5")
+        screen = await opened(app, pilot)
+        assert "again" not in message(screen), "it is offered once"
+
+
+async def test_nothing_is_said_where_there_is_nothing_better() -> None:
+    app, shelf = picker_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(app, pilot)
+        await pilot.pause()
+        assert "fetches" not in app.chat.transcript.plain_text and app._offered == ""
 
 
 async def test_a_letter_that_is_bound_is_no_text() -> None:

@@ -32,6 +32,7 @@ from termgen.library.memory_rates import (
     measure_cpu_rate,
 )
 from termgen.library.stores import FoundModel
+from termgen.library.user_cache import UserCache, digest
 from termgen.vocabulary.model_shelf import ModelChoice, Report, Switch
 
 STOP_WAIT_S = 0.5
@@ -40,6 +41,10 @@ LEAST_FREE_TO_MEASURE = 8
 """The memory's rate is measured only if this many times as much as is read is free."""
 HUB_WAIT_S = 20.0
 """An answer of the hub is waited for this long."""
+OFFER_WAIT_S = 5.0
+"""A better model is offered if the hub answers in this time."""
+_OFFERS = UserCache("offers", most_entries=8)
+"""Models that were offered: each is once, so that a later start asks no hub."""
 CONTINUES_TEXT = "continues text, has no chat template"
 T = TypeVar("T")
 
@@ -92,6 +97,24 @@ class LocalShelf:
         if current is not None and model.path.samefile(current):
             raise ModelError(f"{name} is in use: choose another model first")
         return await asyncio.to_thread(removal.delete, name)
+
+    async def offer(self) -> ModelChoice | None:
+        if self._holder.config.model not in (None, catalog.DEFAULT_MODEL):
+            return None
+        choices = await self.choices()
+        best = next((choice for choice in choices if choice.is_best and not choice.is_here), None)
+        has_better = any(c.is_best and c.is_here and not c.is_current for c in choices)
+        if best is None or has_better or _OFFERS.read(digest(best.name)) is not None:
+            return None
+        _, done = _daemon("termgen-hub", hub.can_reach)
+        try:
+            is_there = await asyncio.wait_for(asyncio.wrap_future(done), OFFER_WAIT_S)
+        except TimeoutError:
+            return None
+        if not is_there:
+            return None
+        _OFFERS.write(digest(best.name), b"offered")
+        return best
 
     async def fetch(self, name: str, report: Report) -> None:
         stopped = threading.Event()

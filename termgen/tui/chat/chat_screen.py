@@ -90,6 +90,8 @@ class ChatScreen(ThemedScreen):
     ) -> None:
         super().__init__()
         self._ui = ui
+        self._offer = ""
+        """Words on a better model, for the empty chat."""
         self._clock = clock
         store = chats or ChatStore()
         self.autosave = Autosave(store)
@@ -171,8 +173,13 @@ class ChatScreen(ThemedScreen):
         self.status.repaint()
         self.prompt.focus()
 
+    def show_offer(self, words: str) -> None:
+        """Words on a better model in the empty chat; none takes them back."""
+        self._offer = words
+        self._show_when_empty()
+
     def _show_when_empty(self) -> None:
-        rows = partial(empty_rows, self.settings.client.model, self.view.key)
+        rows = partial(empty_rows, self.settings.client.model, self.view.key, offer=self._offer)
         self.transcript.set_empty(rows)
 
     def _new_conversation(self) -> Conversation:

@@ -234,6 +234,35 @@ async def test_the_hub_in_the_picker(
     assert own.exists()
 
 
+async def test_a_better_model_is_offered_if_the_hub_answers(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    ledger = make_memory_ledger(total_bytes=16 * GIB, limit_bytes=16 * GIB, kv_cache_bytes=GIB)
+    ledger = replace(ledger, reads=WeightReads(always_bytes=1, bytes_per_s=1e11))
+    engine = FakeEngine(model=make_model_info(memory=ledger, device="cuda:0"))
+    with fake_hub(monkeypatch, str(machine / "hub")) as server:
+        server.repositories["org/any"] = FakeRepository({})
+        offered = await LocalShelf(holder_of(None, engine)).offer()
+        assert offered is not None and not offered.is_here and offered.is_best
+        assert offered.num_weights > 10**9
+        assert await LocalShelf(holder_of(None, engine)).offer() is None, "once is enough"
+        shutil.rmtree(machine / "cache" / "offers")
+        chosen = put_gguf(machine / "mine" / "chosen.gguf")
+        assert await LocalShelf(holder_of(str(chosen), engine)).offer() is None, "it was chosen"
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert await LocalShelf(holder_of(None, engine)).offer() is None
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("termgen.commands.shelf.local_shelf.OFFER_WAIT_S", 0.05)
+        may_end = threading.Event()
+        monkeypatch.setattr("termgen.library.hub.can_reach", lambda: may_end.wait(20))
+        assert await LocalShelf(holder_of(None, engine)).offer() is None
+        may_end.set()
+        no_rate = FakeEngine(model=make_model_info(device="cuda:0"))
+        assert await LocalShelf(holder_of(None, no_rate)).offer() is None
+
+
 async def test_a_hub_that_hangs_is_given_up(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
     monkeypatch.setattr("termgen.commands.shelf.local_shelf.HUB_WAIT_S", 0.05)

@@ -149,8 +149,10 @@ def marked_keys(key_of: KeyOf) -> str:
     return f"{key_of('chat.edit')} edit · {key_of('chat.retry')} again · {both}"
 
 
-def empty_rows(model: ModelInfo, key_of: KeyOf, width: int, height: int) -> list[Row]:
-    """Explain an empty chat, in the middle of the screen."""
+def empty_rows(
+    model: ModelInfo, key_of: KeyOf, width: int, height: int, *, offer: str = ""
+) -> list[Row]:
+    """Explain an empty chat, in the middle of the screen. offer: words on a better model."""
     ready: list[Span] = [(model_words(model), "text"), (" is ready", "muted")]
     where = clean_line(model.device_name)
     if model.max_model_len:  # a remote server may not report it
@@ -174,6 +176,8 @@ def empty_rows(model: ModelInfo, key_of: KeyOf, width: int, height: int) -> list
     title: Row = (("▍", "accent"), ("termgen", "accent/b"))
     ask: Row = (("Ask anything.", "text"),)
     rows = [title, (), tuple(ready), ((where, "muted"),), (), ask, (), *table]
+    if offer:
+        rows[4:4] = [((key_of("chat.models"), "accent"), (f" {clean_line(offer)}", "muted"))]
     if len(rows) > height:
         rows = [tuple(ready), ask, *table][: max(1, height)]
     block = max(row_width(row) for row in rows)
