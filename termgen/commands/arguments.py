@@ -181,7 +181,10 @@ def _add_chat_flags(chat: argparse.ArgumentParser) -> None:
 def _add_top(commands: Any) -> None:
     top = _command(commands, "top", "watch a running server, or a recording of one")
     top.add_argument(
-        "url", nargs="?", metavar="URL", help="the server (default: http://127.0.0.1:8000)"
+        "url",
+        nargs="*",
+        metavar="URL",
+        help="the server, or several on one screen (default: http://127.0.0.1:8000)",
     )
     top.add_argument(
         "--once", action="store_true", help="print the figures of the last second, and end"

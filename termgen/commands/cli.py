@@ -267,7 +267,7 @@ def top_command(args: argparse.Namespace) -> int:
     ui = _layers(args).resolve(UIConfig)
     if args.replay is not None:
         for name in ("url", "record", "admin_key_file", "wait"):
-            if getattr(args, name) is not None:
+            if getattr(args, name) not in (None, []):
                 flag = "URL" if name == "url" else "--" + name.replace("_", "-")
                 raise ConfigError(f"--replay FILE needs no {flag}: leave one out", param=name)
     if args.json and not args.once:
@@ -281,12 +281,18 @@ def top_command(args: argparse.Namespace) -> int:
 
         key = read_key(args.admin_key_file)
         return run_once(args.url, key=key, as_json=args.json, wait_s=args.wait)
+    for name in ("record", "wait"):  # several servers are waited for in any case
+        if len(args.url) > 1 and getattr(args, name) is not None:
+            raise ConfigError(f"--{name} is for one server: leave it out", param=name)
     _need_terminal("termgen top", "use `termgen top --once`, or read a server's /metrics")
-    from termgen.commands.top_command import run_replay, run_top
+    from termgen.commands.top_command import run_fleet, run_replay, run_top
 
     if args.replay is not None:
         return run_replay(Path(args.replay), ui)
-    return run_top(args.url, ui, record=args.record, key_file=args.admin_key_file, wait_s=args.wait)
+    if len(args.url) > 1:
+        return run_fleet(args.url, ui, key_file=args.admin_key_file)
+    url = args.url[0] if args.url else None
+    return run_top(url, ui, record=args.record, key_file=args.admin_key_file, wait_s=args.wait)
 
 
 def bench_command(args: argparse.Namespace) -> int:

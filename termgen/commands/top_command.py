@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -12,7 +13,8 @@ from urllib.parse import urlsplit
 from termgen.commands.exit_codes import OK
 from termgen.config import UIConfig, is_loopback
 from termgen.errors import ConfigError
-from termgen.tui.feed_app import TopApp
+from termgen.tui.dashboard.fleet import OpenFeed
+from termgen.tui.feed_app import FleetApp, TopApp
 from termgen.tui.feeds.attach import DEFAULT_URL, RemoteFeed
 from termgen.tui.feeds.feed import StreamFeed
 from termgen.tui.feeds.replay import ReplayFeed
@@ -56,6 +58,26 @@ def run_top(
     finally:
         if recording is not None:
             _close_recording(recording)
+
+
+def run_fleet(urls: Sequence[str], ui: UIConfig, *, key_file: str | None) -> int:
+    """Watch several servers until the user quits. They have the same key, if they have one."""
+    key = read_key(key_file)
+    FleetApp.check_settings(ui)
+
+    def opener(url: str) -> OpenFeed:
+        async def connect(report: Callable[[str, float], None]) -> StreamFeed:
+            return await RemoteFeed.connect(
+                url, hz=ui.dashboard_hz, key=key, report=report, past=True
+            )
+
+        return connect
+
+    app = FleetApp([(url, opener(url)) for url in urls], ui=ui)
+    if any(map(is_here, urls)):
+        let_others_first()
+    app.run()
+    return app.return_code or OK
 
 
 def is_here(url: str) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from termgen.commands.exit_codes import OK
+from termgen.errors import TermgenError
 from termgen.tui.dashboard.state.event_reader import EventReader
 from termgen.tui.dashboard.state.limits import limit_of, why_slow_start
 from termgen.tui.dashboard.state.store import DashboardView
@@ -24,16 +26,52 @@ READ_S = 0.1
 
 
 def run_once(
-    url: str | None, *, key: str | None, as_json: bool, wait_s: float | None = None
+    urls: Sequence[str], *, key: str | None, as_json: bool, wait_s: float | None = None
 ) -> int:
-    """Watch a server for a moment and print what it does."""
-    figures = asyncio.run(_watch(url or DEFAULT_URL, key, wait_s))
-    if as_json:
-        json.dump(figures, sys.stdout, indent=2)
-        print()
-    else:
-        print("\n".join(lines_of(figures)))
+    """Watch servers for a moment and print what they do. Several are a list in JSON, each with its
+    `url`, and an `error` where it could not be watched; only if none could, that is an error."""
+    if len(urls) <= 1:
+        figures = asyncio.run(_watch(urls[0] if urls else DEFAULT_URL, key, wait_s))
+        _print(figures if as_json else lines_of(figures))
+        return OK
+    found = asyncio.run(_watch_all(urls, key, wait_s))
+    errors = [one for one in found if isinstance(one, TermgenError)]
+    if len(errors) == len(urls):
+        raise errors[0]
+    shown: list[Any] = []
+    for url, one in zip(urls, found, strict=True):
+        error = one if isinstance(one, TermgenError) else None
+        figures = {} if isinstance(one, TermgenError) else one
+        if as_json:
+            shown.append({"url": url, "error": str(error) if error else None, **figures})
+        else:
+            lines = [clean_line(f"✗ {error}")] if error else lines_of(figures)
+            shown += [*([""] if shown else []), clean_line(url), *(f"  {line}" for line in lines)]
+    _print(shown)
     return OK
+
+
+def _print(shown: dict[str, Any] | list[Any]) -> None:
+    """Lines as they are, figures as JSON."""
+    if isinstance(shown, list) and all(isinstance(line, str) for line in shown):
+        print("\n".join(shown))
+    else:
+        json.dump(shown, sys.stdout, indent=2)
+        print()
+
+
+async def _watch_all(
+    urls: Sequence[str], key: str | None, wait_s: float | None
+) -> list[dict[str, Any] | TermgenError]:
+    """All at once: one that is not there holds up no other."""
+
+    async def watch(url: str) -> dict[str, Any] | TermgenError:
+        try:
+            return await _watch(url, key, wait_s)
+        except TermgenError as error:
+            return error
+
+    return await asyncio.gather(*map(watch, urls))
 
 
 async def _watch(url: str, key: str | None, wait_s: float | None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from termgen.tui.chat.widgets.prompt import Prompt
 from termgen.tui.chat.widgets.session_panel import SessionList
 from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.fleet import FleetScreen
 from termgen.tui.help import HelpScreen
 from termgen.tui.keys.keymap import Keymap, Scope, key_names
 from termgen.tui.models import ModelScreen
@@ -140,6 +141,7 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("engine", [*SilentScreen.BINDINGS, *app], every),
         Scope("bench", [*BenchScreen.BINDINGS, *app], every),
         Scope("bench's engine", [*bench_engine_keys(), *app], every),
+        Scope("servers", [*FleetScreen.BINDINGS, *app], every),
     ]
 
 
@@ -158,6 +160,8 @@ def groups(screen: Screen[object]) -> list[Group]:
         return [(lambda: screen, BenchScreen.BINDINGS)]
     if isinstance(screen, BenchEngineScreen):
         return [(lambda: screen, bench_engine_keys())]
+    if isinstance(screen, FleetScreen):
+        return [(lambda: screen, FleetScreen.BINDINGS)]
     if isinstance(screen, DashboardScreen):
         return [(lambda: screen, DashboardScreen.BINDINGS)]
     if isinstance(screen, BOXES):

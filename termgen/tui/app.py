@@ -49,7 +49,8 @@ from termgen.tui.chat.widgets.prompt import Prompt
 from termgen.tui.chat.widgets.session_panel import SessionList
 from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.dashboard.dashboard import DashboardScreen
-from termgen.tui.dashboard.dashboard_keys import pages_with
+from termgen.tui.dashboard.dashboard_keys import Page, pages_with
+from termgen.tui.dashboard.fleet import FleetScreen
 from termgen.tui.feeds.feed import StreamFeed
 from termgen.tui.help import HelpScreen, HelpSection
 from termgen.tui.keys.alt_keys import drop_letter, let_alt_keys_through
@@ -267,7 +268,7 @@ class TermgenApp(KeyedApp):
         self._shown: str | None = None
         self._interrupted_s = -QUIT_WINDOW_S
         self._signals: list[signal.Signals] = []
-        self._dashboard: DashboardScreen | SilentScreen | None = None
+        self._dashboard: DashboardScreen | FleetScreen | SilentScreen | None = None
         self.client: EngineClient | None = None
 
     @classmethod
@@ -370,11 +371,16 @@ class TermgenApp(KeyedApp):
         self.add_mode("chat", lambda: self.make_chat(client))
         self.add_dashboard(self.make_dashboard(client))
 
-    def add_dashboard(self, dashboard: DashboardScreen | SilentScreen) -> None:
+    @property
+    def pages_now(self) -> tuple[Page, ...]:
+        """The pages of a dashboard, with their present keys."""
+        return pages_with(self._keymap_now)
+
+    def add_dashboard(self, dashboard: DashboardScreen | FleetScreen | SilentScreen) -> None:
         """Made at once, so that it listens from the start and has a history when first shown."""
         self._dashboard = dashboard
         if isinstance(dashboard, DashboardScreen):
-            dashboard.pages = pages_with(self._keymap_now)
+            dashboard.pages = self.pages_now
         self.add_mode("dashboard", lambda: dashboard)
 
     def make_chat(self, client: EngineClient) -> ChatScreen:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.tui.app import TermgenApp
 from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.fleet import FleetScreen, OpenFeed, ServerScreen
 from termgen.tui.feeds.feed import StreamFeed
 from termgen.tui.help import HelpScreen, HelpSection
 from termgen.tui.themes.theme_chooser import ThemeChooser
@@ -108,3 +109,40 @@ class TopApp(FeedApp):
 
     def help_sections(self) -> list[HelpSection]:
         return self.help_of([("Engine", DashboardScreen.BINDINGS)])
+
+
+class FleetApp(FeedApp):
+    """`termgen top` with several servers."""
+
+    interrupt_help = "Copy the selection; twice: quit"
+
+    def __init__(
+        self,
+        servers: Sequence[tuple[str, OpenFeed]],
+        *,
+        ui: UIConfig,
+        theme_folders: tuple[Path, ...] | None = None,
+    ) -> None:
+        super().__init__(ui=ui, start_screen="dashboard", theme_folders=theme_folders)
+        self.fleet = FleetScreen(servers, make_screen=self.make_server_screen)
+
+    async def open_screens(self, report: Callable[[str, float], None]) -> None:
+        self.fleet.follow()
+        self.add_dashboard(self.fleet)
+
+    def make_server_screen(self, feed: StreamFeed) -> ServerScreen:
+        screen = ServerScreen(feed, hz=self.ui.dashboard_hz, now_ns=feed.now_ns, is_alone=True)
+        screen.pages = self.pages_now
+        return screen
+
+    async def _close_feed(self) -> None:
+        await self.fleet.close_feeds()
+
+    def help_sections(self) -> list[HelpSection]:
+        here: list[HelpSection] = [
+            ("Servers", FleetScreen.BINDINGS),
+            ("Engine", DashboardScreen.BINDINGS),
+        ]
+        if isinstance(self.screen, DashboardScreen):
+            here.reverse()
+        return self.help_of(here)

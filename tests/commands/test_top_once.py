@@ -23,7 +23,7 @@ async def watched(as_json: bool, capsys: pytest.CaptureFixture[str], **snapshot:
     engine.scripted_snapshot = busy_snapshot(**snapshot)
     async with serving(engine) as server:
         printing = asyncio.create_task(
-            asyncio.to_thread(run_once, server.url, key=None, as_json=as_json)
+            asyncio.to_thread(run_once, [server.url], key=None, as_json=as_json)
         )
         index = 0
         while not printing.done():
@@ -71,7 +71,7 @@ async def test_a_quiet_server_has_no_limit(
 ) -> None:
     monkeypatch.setattr(top_once, "WATCHED_S", 0.2)
     async with serving(chat_engine()) as server:
-        assert await asyncio.to_thread(run_once, server.url, key=None, as_json=True) == 0
+        assert await asyncio.to_thread(run_once, [server.url], key=None, as_json=True) == 0
         figures = json.loads(capsys.readouterr().out)
         assert figures["limit"] is None and figures["running"] == 0
         assert not any(line.startswith("limited") for line in lines_of(figures))
@@ -79,7 +79,7 @@ async def test_a_quiet_server_has_no_limit(
 
 def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AttachError, match="no server at"):
-        run_once("http://127.0.0.1:9", key=None, as_json=True, wait_s=0.0)
+        run_once(["http://127.0.0.1:9"], key=None, as_json=True, wait_s=0.0)
     assert cli.main(["top", "http://127.0.0.1:9", "--once", "--wait", "0"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -38,6 +38,7 @@ from termgen.tui.chat.state.prompt_library import KeptPrompt
 from termgen.tui.chat.token_lens import LensScreen
 from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.fleet import FleetScreen, ServerScreen
 from termgen.tui.help import HelpScreen
 from termgen.tui.models import ModelScreen
 from termgen.tui.silent import SilentScreen
@@ -58,6 +59,10 @@ class Shelf:
 
     async def choices(self) -> list[ModelChoice]:
         return [ModelChoice("one-model")]
+
+
+def _no_server(_feed: object) -> ServerScreen:
+    raise AssertionError("no server is connected to")
 
 
 async def _never(*_arguments: object) -> Any:
@@ -86,6 +91,7 @@ OVER: dict[str, Callable[[], Screen[Any]]] = {
     "engine": lambda: DashboardScreen(chat_engine(), hz=1.0, now_ns=lambda: NOW_NS),
     "bench": lambda: BenchScreen(lambda: BenchView("m", "l", "p"), stop=lambda: None, hz=1.0),
     "bench's engine": lambda: BenchEngineScreen(chat_engine(), hz=1.0, now_ns=lambda: NOW_NS),
+    "servers": lambda: FleetScreen([("http://a", _never)], make_screen=_no_server),
 }
 """Screens that are put over the chat, by the name of the scene."""
 

@@ -3,6 +3,7 @@ lists no action that it does not have."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from textual.command import CommandPalette
 from textual.content import Content
 from textual.pilot import Pilot
 from textual.widgets import Input
-from tui_harness import FrozenApp, ask, chat_engine, ready, wait_until
+from tui_harness import FrozenApp, ask, chat_engine, ready, shipped_themes, wait_until
 
 from termgen.config import UIConfig
 from termgen.tui import actions
@@ -32,6 +33,8 @@ from termgen.tui.chat.widgets.prompt import Prompt
 from termgen.tui.chat.widgets.session_panel import SessionList
 from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.dashboard.dashboard import DashboardScreen
+from termgen.tui.dashboard.fleet import FleetScreen, ServerScreen
+from termgen.tui.feed_app import FleetApp
 from termgen.tui.help import HelpScreen
 from termgen.tui.keys.keymap import key_names
 from termgen.tui.paint.canvas import Canvas
@@ -125,7 +128,7 @@ async def test_every_action_of_the_chat() -> None:
             palette |= there
     every = of(*(scope.bindings for scope in actions.scopes(TermgenApp.BINDINGS)))
     bench = of(BENCH_KEYS, bench_engine_keys()).keys() - of(DashboardScreen.BINDINGS).keys()
-    for name in bench:
+    for name in (*bench, *of(FleetScreen.BINDINGS)):
         del every[name]
     assert set(every) >= set(of(ChatScreen.BINDINGS, Prompt.BINDINGS, Transcript.BINDINGS))
     assert set(every) >= set(of(DashboardScreen.BINDINGS, SessionList.BINDINGS, app.BINDINGS))
@@ -155,6 +158,25 @@ async def test_every_action_of_top(tmp_path: Path) -> None:
     palette.add(entry(wanted["app.palette"]))
     check([*wanted.values(), *boxes.values()], palette, helped)
     assert palette == everywhere | {entry(b) for b in [*wanted.values(), *boxes.values()]}
+    no_chat_here(helped, palette)
+
+
+async def test_every_action_of_several_servers() -> None:
+    async def never(_report: object) -> Any:
+        await asyncio.Event().wait()
+
+    servers = [("http://a", never)]
+    app = FleetApp(servers, ui=UIConfig(), theme_folders=(shipped_themes(),))
+    async with app.run_test(size=SIZE) as pilot:
+        await wait_until(pilot, lambda: isinstance(app.screen, FleetScreen))
+        palette, helped = in_palette(app), await help_text(app, pilot)
+        for other in (ServerScreen, ThemeChooser, HelpScreen):
+            palette |= in_palette(app, other.__new__(other))
+    wanted = of(FleetScreen.BINDINGS, DashboardScreen.BINDINGS, app.everywhere)
+    del wanted["dashboard.chat"]
+    palette.add(entry(wanted["app.palette"]))
+    boxes = of(ThemeChooser.BINDINGS, HelpScreen.BINDINGS)
+    check([*wanted.values(), *boxes.values()], palette, helped)
     no_chat_here(helped, palette)
 
 

@@ -137,6 +137,18 @@ class DashboardScreen(CanvasScreen):
         """The figures on the screen."""
         return self._view
 
+    @property
+    def is_live(self) -> bool:
+        """True if nothing is frozen, marked or searched for: esc has nothing to undo."""
+        search = self.query_one("#search", Input)
+        return not (self._paused or self._selected or search.display or search.value)
+
+    async def read(self) -> DashboardView:
+        """The newest figures, for a list of servers; nothing is drawn."""
+        if self._event_reader.should_ask(await self._event_reader.take()):
+            await self._event_reader.ask()
+        return self._event_reader.store.view(self._now_ns())
+
     def close(self) -> None:
         """Stop listening to the engine."""
         self._event_reader.close()

@@ -42,6 +42,7 @@ SCENES += (
     "silent",
     "bench",
     "bench's engine",
+    "servers",
 )
 """What is shown for each of the app's scopes, in their order."""
 TYPING = {"prompt", "chats"}
