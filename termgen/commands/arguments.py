@@ -32,7 +32,7 @@ POSITIONAL = {"chat": " [--plain | --inline question]", "generate": " [prompt]",
 CHAT_ONLY = ("system_prompt", "temperature", "top_p", "max_tokens", "chat_db", "tools")
 """Chat settings that `serve` has no flags for, as requests bring their own."""
 
-SCREEN_ONLY = ("theme", "dashboard_hz", "keys")
+SCREEN_ONLY = ("theme", "dashboard_hz", "alert", "alert_bell", "keys")
 """Settings of screens, which `acp` has no flags for."""
 
 

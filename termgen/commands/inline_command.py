@@ -36,7 +36,7 @@ MAX_PIPED_BYTES = 2 * 2**20
 
 def check_flags(layers: SettingLayers, mode: str) -> None:
     """Refuse settings for screens and saved chats, which these modes lack. `mode`: their flag."""
-    for name in ("theme", "dashboard_hz", "chat_db", "tools"):
+    for name in ("theme", "dashboard_hz", "alert", "alert_bell", "chat_db", "tools"):
         if layers.given(name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} has no effect with {mode}: leave it out", param=name)
