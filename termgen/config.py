@@ -15,6 +15,8 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from termgen.errors import ConfigError
+from termgen.vocabulary.alerts import MOST as ALERTS
+from termgen.vocabulary.alerts import parse_alerts
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -504,6 +506,15 @@ class UIConfig:
     dashboard_hz: float = setting(
         4.0, "redraws of the dashboard per second", above=0.0, maximum=10.0
     )
+    alert: tuple[str, ...] = setting(
+        (),
+        "mark a figure of the dashboard that is above a limit; may be repeated. Names: "
+        f"{', '.join(ALERTS)}",
+        metavar="NAME=VALUE",
+    )
+    alert_bell: bool = setting(
+        False, "ring the terminal's bell while a figure is above its limit, once a minute at most"
+    )
     keys: tuple[str, ...] = setting(
         (),
         "give an action other keys; may be repeated, and is the table [keys] of the config file "
@@ -513,6 +524,7 @@ class UIConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        parse_alerts(self.alert)
 
 
 def is_loopback(host: str) -> bool:

@@ -40,7 +40,7 @@ CHAT_ONLY = (
 )
 """Chat settings that `serve` has no flags for, as requests bring their own."""
 
-SCREEN_ONLY = ("theme", "dashboard_hz", "keys")
+SCREEN_ONLY = ("theme", "dashboard_hz", "alert", "alert_bell", "keys")
 """Settings of screens, which `acp` has no flags for."""
 
 

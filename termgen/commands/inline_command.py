@@ -36,7 +36,7 @@ MAX_PIPED_BYTES = 2 * 2**20
 
 def check_flags(layers: SettingLayers, mode: str) -> None:
     """Refuse settings for screens and saved chats, which these modes lack. `mode`: their flag."""
-    names = ["theme", "dashboard_hz", "chat_db", "tools"]
+    names = ["theme", "dashboard_hz", "alert", "alert_bell", "chat_db", "tools"]
     if mode == "--inline":  # one question
         names.append("context_policy")
     for name in names:

@@ -64,6 +64,7 @@ from termgen.tui.silent import SilentScreen
 from termgen.tui.themes import theme_files as themes
 from termgen.tui.themes.theme_chooser import ThemeChooser
 from termgen.tui.themes.theme_files import ThemeError, load_all, theme_files
+from termgen.vocabulary.alerts import parse_alerts
 from termgen.vocabulary.model_shelf import ModelShelf, Switch
 
 MOST_QUEUED = 20
@@ -372,6 +373,12 @@ class TermgenApp(KeyedApp):
         self.add_dashboard(self.make_dashboard(client))
 
     @property
+    def dashboard_options(self) -> dict[str, Any]:
+        """The settings of a dashboard."""
+        alerts = parse_alerts(self.ui.alert)
+        return {"hz": self.ui.dashboard_hz, "alerts": alerts, "bell": self.ui.alert_bell}
+
+    @property
     def pages_now(self) -> tuple[Page, ...]:
         """The pages of a dashboard, with their present keys."""
         return pages_with(self._keymap_now)
@@ -389,7 +396,7 @@ class TermgenApp(KeyedApp):
         )
 
     def make_dashboard(self, client: EngineClient) -> DashboardScreen:
-        return DashboardScreen(client, hz=self.ui.dashboard_hz)
+        return DashboardScreen(client, **self.dashboard_options)
 
     @on(ModelsWanted)
     def _models_wanted(self, message: ModelsWanted) -> None:
@@ -663,7 +670,7 @@ class RemoteApp(TermgenApp):
         except TermgenError as error:
             self.add_dashboard(SilentScreen(str(error)))
             return
-        self.add_dashboard(DashboardScreen(feed, hz=self.ui.dashboard_hz, now_ns=feed.now_ns))
+        self.add_dashboard(DashboardScreen(feed, now_ns=feed.now_ns, **self.dashboard_options))
 
     async def on_unmount(self) -> None:
         feed, self._feed = self._feed, None

@@ -51,8 +51,8 @@ class BenchApp(FeedApp):
                 self.notify(str(error), title="no engine to watch", markup=False)
                 return
             await self.remove_mode("dashboard")
-            hz = self.ui.dashboard_hz
-            self.add_dashboard(BenchEngineScreen(feed, hz=hz, now_ns=feed.now_ns))
+            screen = BenchEngineScreen(feed, now_ns=feed.now_ns, **self.dashboard_options)
+            self.add_dashboard(screen)
         await super().action_show(name)
 
     def action_interrupt(self) -> None:

@@ -105,7 +105,7 @@ class TopApp(FeedApp):
         self.add_dashboard(self.make_feed_dashboard(feed))
 
     def make_feed_dashboard(self, feed: StreamFeed) -> DashboardScreen:
-        return DashboardScreen(feed, hz=self.ui.dashboard_hz, now_ns=feed.now_ns, is_alone=True)
+        return DashboardScreen(feed, now_ns=feed.now_ns, is_alone=True, **self.dashboard_options)
 
     def help_sections(self) -> list[HelpSection]:
         return self.help_of([("Engine", DashboardScreen.BINDINGS)])
@@ -131,7 +131,7 @@ class FleetApp(FeedApp):
         self.add_dashboard(self.fleet)
 
     def make_server_screen(self, feed: StreamFeed) -> ServerScreen:
-        screen = ServerScreen(feed, hz=self.ui.dashboard_hz, now_ns=feed.now_ns, is_alone=True)
+        screen = ServerScreen(feed, now_ns=feed.now_ns, is_alone=True, **self.dashboard_options)
         screen.pages = self.pages_now
         return screen
 

@@ -119,7 +119,8 @@ class FrozenApp(TermgenApp):
         )
 
     def make_dashboard(self, client: EngineClient) -> DashboardScreen:
-        return DashboardScreen(client, hz=4.0, now_ns=lambda: self.now_ns, cpu_ns=lambda: 0)
+        options = self.dashboard_options | {"hz": 4.0}
+        return DashboardScreen(client, now_ns=lambda: self.now_ns, cpu_ns=lambda: 0, **options)
 
     @property
     def chat(self) -> ChatScreen:

@@ -118,11 +118,19 @@ def test_dashboard_hour(snap_compare: Compare, size: tuple[int, int]) -> None:
             records = steps(100 * (1 + minute % 7), now_ns=until, first_id=minute * 10_000)
             watch.history.add(r._replace(num_preemptions=(50 - minute) // 9) for r in records)
         await feed_dashboard(app, pilot)
+        watch.read()
         await pilot.press("w", "w", "w", "w", "w")
         await pilot.pause()
 
     app = FrozenApp(chat_engine(), start_screen="dashboard")
     assert snap_compare(app, terminal_size=size, run_before=an_hour)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_dashboard_alerts(snap_compare: Compare, size: tuple[int, int]) -> None:
+    ui = UIConfig(alert=("ttft_p95_ms=150", "waiting=1", "kv_use=0.3"))
+    app = FrozenApp(chat_engine(), start_screen="dashboard", ui=ui)
+    assert snap_compare(app, terminal_size=size, run_before=busy)
 
 
 def test_dashboard_idle(snap_compare: Compare) -> None:

