@@ -89,7 +89,9 @@ async def test_more_tabs_than_allowed_are_refused(
             with pytest.raises(aiohttp.WSServerHandshakeError, match="503"):
                 async with tab(session, page):
                     pass
-        await none_runs()
+        async with asyncio.timeout(20):
+            while page.num_visits:
+                await asyncio.sleep(0.02)
         async with tab(session, page) as chat:
             await chat.type("room")
             await chat.read_until(lambda: "room" in chat.plain)

@@ -186,23 +186,17 @@ class Scheduler:
 
     def schedule(self, now_ns: int = 0) -> StepPlan | None:
         """Plan the next step and count it as run. None when nothing can be computed now."""
-        num_waiting = len(self.waiting)
-        if num_waiting:
-            for request in self.constraints.take_ready():
-                self.waiting.take_back(request)
-        may_admit = bool(num_waiting and self.free_slots)
-        plan = None
-        if not may_admit:  # fast path, skip on a first reading: a decode step by whole columns
-            plan = self._decode_step.plan(self._next_step, tuple(self._released))
+        for request in self.constraints.take_ready():
+            self.waiting.take_back(request)
+        may_admit = bool(len(self.waiting) and self.free_slots)
+        # Fast path, skip on a first reading: a decode step by whole columns.
+        plan = None if may_admit else self._decode_step.plan(self._next_step, tuple(self._released))
         while plan is None:
-            num_preempted = self.stats.num_preemptions
+            before, is_busy = self.stats.num_preemptions, self.fence.landed_step < self.newest_step
             plan = self._plan(may_admit, now_ns)
-            if plan is None:
-                # A row that had all tokens of the step may have preempted itself.
-                is_busy = self.fence.landed_step < self.newest_step
-                if is_busy or self.stats.num_preemptions == num_preempted:
-                    return None
-                may_admit = bool(self.free_slots)
+            if plan is None and (is_busy or self.stats.num_preemptions == before):
+                return None
+            may_admit = bool(self.free_slots)  # the row that had the whole step preempted itself
         return self._count_plan(plan)
 
     def _plan(self, may_admit: bool, now_ns: int) -> StepPlan | None:
