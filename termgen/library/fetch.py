@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from termgen.errors import CacheError, DownloadError
 from termgen.library.hub_files import (
@@ -354,6 +355,7 @@ def _progress_class(what: str, expected_bytes: int | None, on_progress: Progress
 
     class SnapshotProgress(tqdm):  # type: ignore[misc]
         monitor_interval = 0
+        _instances: WeakSet[tqdm] = WeakSet()  # takes no line from bars that are drawn
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)

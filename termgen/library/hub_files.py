@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from termgen.errors import DownloadError
 from termgen.library.hub_names import quiet_client
@@ -135,6 +136,7 @@ def _bar(share: _Share) -> type[Any]:
 
     class FileProgress(tqdm):  # type: ignore[misc]
         monitor_interval = 0
+        _instances: WeakSet[tqdm] = WeakSet()  # takes no line from bars that are drawn
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)

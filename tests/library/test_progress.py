@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+from termgen.library.fetch import _progress_class
+from termgen.library.hub_files import _bar, _Share
 from termgen.library.progress import TerminalProgress
 from termgen.vocabulary.startup_phases import READY
 
@@ -34,6 +36,17 @@ def test_a_bar_on_a_terminal_that_leaves_nothing_behind() -> None:
     assert "100%" in text and "700%" not in text
     assert "\n" not in text.rstrip("\n")
     assert text.split("\r")[-1].strip() == "", "the bar is wiped at the end"
+
+
+def test_bars_that_only_report_take_no_line_from_it() -> None:
+    """They stay in tqdm's list of bars until they are collected."""
+    share = _Share("a file", 0, 10, 10, lambda what, part: None)
+    kept = [
+        _bar(share)(total=10, unit="B"),
+        _progress_class("b", 10, lambda what, part: None)(total=10),
+    ]
+    text = report(Terminal())
+    assert "\n" not in text.rstrip("\n") and "\x1b[A" not in text, kept
 
 
 def test_nothing_to_report_prints_nothing() -> None:
