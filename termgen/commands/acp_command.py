@@ -11,9 +11,6 @@ import asyncio
 import logging
 import os
 import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +20,7 @@ from termgen.commands.exit_codes import INTERRUPTED, OK, TERMINATED
 from termgen.commands.settings import SettingLayers
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError
+from termgen.system.sure_ends import in_daemon_thread
 
 if TYPE_CHECKING:
     from termgen.agent.engine_source import EngineSource
@@ -133,7 +131,10 @@ def _own_engine(config: EngineConfig) -> EngineSource:
                 shown(phase, share)
                 report(phase, share)
 
-            await _in_daemon_thread(lambda: ensure_model(holder.config.model, on_progress))
+            _, fetched = in_daemon_thread(
+                "termgen-fetch", lambda: ensure_model(holder.config.model, on_progress)
+            )
+            await asyncio.wrap_future(fetched)
             return await holder.start(on_progress)
 
     return EngineSource(start, holder.stop, LocalShelf(holder))
@@ -146,19 +147,3 @@ def _server(args: argparse.Namespace, layers: SettingLayers) -> EngineSource:
 
     holder = RemoteHolder(read_target(args.url, args.api_key, layers, wait_s=args.wait))
     return EngineSource(holder.start, holder.stop, holder)
-
-
-async def _in_daemon_thread(work: Callable[[], object]) -> None:
-    """Run it in a thread that does not keep the program from ending."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # top of the thread: the awaiting task gets it
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="termgen-fetch", daemon=True).start()
-    await asyncio.wrap_future(done)

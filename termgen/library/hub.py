@@ -90,8 +90,9 @@ def can_reach() -> bool:
         return False
     quiet_client()
     try:
-        return bool(list(HfApi().list_models(limit=1, expand=["downloads"])))
-    except Exception:  # whatever its HTTP library raises: there is no hub then
+        with _plain_faults("reach the hub"):
+            return bool(list(HfApi().list_models(limit=1, expand=["downloads"])))
+    except (DownloadError, ModelNotFoundError):
         return False
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from termgen.system.sure_ends import to_its_end
 from termgen.tools import launcher
 from termgen.tools.text import escaped
 
@@ -90,16 +91,7 @@ class ServerProcess:
         return read, write
 
     async def __aexit__(self, *exc_info: object) -> None:
-        # A task of its own: a cancelled caller must not leave the server alive.
-        closing, cancelled = asyncio.create_task(self._close()), False
-        while not closing.done():
-            try:
-                await asyncio.shield(closing)
-            except asyncio.CancelledError:
-                cancelled = True
-        closing.result()
-        if cancelled:
-            raise asyncio.CancelledError
+        await to_its_end(self._close())  # a cancelled caller must not leave the server alive
 
     async def _read(self, process: asyncio.subprocess.Process, into: Any) -> None:
         import anyio

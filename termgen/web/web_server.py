@@ -16,6 +16,7 @@ from aiohttp import WSMsgType, web
 from textual_serve.server import Server
 
 from termgen.errors import ConfigError
+from termgen.system.sure_ends import to_its_end
 from termgen.web.access import Access
 from termgen.web.visit import Visit
 
@@ -131,7 +132,7 @@ class WebServer(Server):
         try:
             await self._read(page, visit)
         finally:
-            await _to_its_end(visit.stop())
+            await to_its_end(visit.stop())
         return page
 
     async def _read(self, websocket: web.WebSocketResponse, visit: Visit) -> None:
@@ -162,19 +163,6 @@ class WebServer(Server):
             await visit.focus()
         else:
             raise ValueError(kind)
-
-
-async def _to_its_end(ending: Any) -> None:
-    """Await something, also when the task that awaits it is cancelled meanwhile."""
-    task, cancelled = asyncio.ensure_future(ending), False
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            cancelled = True
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError
 
 
 def _within(value: object, limits: tuple[int, int], default: int) -> int:

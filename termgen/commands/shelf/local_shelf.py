@@ -10,7 +10,6 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from termgen.library.memory_rates import (
 )
 from termgen.library.stores import FoundModel
 from termgen.library.user_cache import UserCache, digest
+from termgen.system.sure_ends import in_daemon_thread
 from termgen.vocabulary.model_shelf import ModelChoice, Report, Switch
 
 STOP_WAIT_S = 0.5
@@ -106,7 +106,7 @@ class LocalShelf:
         has_better = any(c.is_best and c.is_here and not c.is_current for c in choices)
         if best is None or has_better or _OFFERS.read(digest(best.name)) is not None:
             return None
-        _, done = _daemon("termgen-hub", hub.can_reach)
+        _, done = in_daemon_thread("termgen-hub", hub.can_reach)
         try:
             is_there = await asyncio.wait_for(asyncio.wrap_future(done), OFFER_WAIT_S)
         except TimeoutError:
@@ -124,7 +124,7 @@ class LocalShelf:
                 raise DownloadError("fetching was stopped")
             report(stage, share)
 
-        thread, done = _daemon("termgen-fetch", lambda: catalog.pull(name, on_progress))
+        thread, done = in_daemon_thread("termgen-fetch", lambda: catalog.pull(name, on_progress))
         try:
             await asyncio.wrap_future(done)
         except asyncio.CancelledError:
@@ -226,26 +226,9 @@ class LocalShelf:
         return rate
 
 
-def _daemon(name: str, call: Callable[[], T]) -> tuple[threading.Thread, Future[T]]:
-    """Call in a daemon thread: a hanging connection must not keep the program from ending."""
-    done: Future[T] = Future()
-
-    def work() -> None:
-        if not done.set_running_or_notify_cancel():
-            return  # cancelled before it began
-        try:
-            done.set_result(call())
-        except BaseException as error:  # top of the thread: the awaiting task gets it
-            done.set_exception(error)
-
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    thread.start()
-    return thread, done
-
-
 async def _on_the_hub(what: str, ask: Callable[[], T]) -> T:
     """The hub's answer, or an error in a line when it does not come in time."""
-    _, done = _daemon("termgen-hub", ask)
+    _, done = in_daemon_thread("termgen-hub", ask)
     try:
         return await asyncio.wait_for(asyncio.wrap_future(done), HUB_WAIT_S)
     except TimeoutError:
