@@ -25,7 +25,7 @@ from termgen.tui.chat.state.conversation import Turn  # noqa: E402
 from termgen.tui.chat.state.tool_rounds import ToolRound  # noqa: E402
 from termgen.vocabulary.model_shelf import ModelChoice, Switch  # noqa: E402
 
-FOLDER = Path("/work")
+FOLDER = Path("/home/ann/cats")
 
 
 @pytest.mark.parametrize("value", [1, "a", None])
@@ -69,7 +69,7 @@ def test_a_call_is_shown_once_and_then_as_it_changes() -> None:
     shown, turn = ShownCalls(FOLDER), turn_with(call)
     (start,) = shown.news(turn)
     assert (start.title, start.status) == ('files_read {"path": "a/b.py"}', "pending")
-    assert start.kind == "read" and start.locations[0].path == "/work/a/b.py"
+    assert start.kind == "read" and start.locations[0].path == "/home/ann/cats/a/b.py"
     assert list(shown.news(turn)) == []
     call.state = CallState.ASKED  # is pending still
     assert list(shown.news(turn)) == []

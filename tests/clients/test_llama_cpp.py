@@ -56,9 +56,9 @@ def check(path: Path, *, least_common: int, **options: Any) -> None:
     differences = []
     for answer, (num_prompt_tokens, token_ids, tops) in zip(ours, theirs, strict=True):
         assert len(answer.prompt_token_ids) == num_prompt_tokens
-        told = answer.outputs[0]
+        written = answer.outputs[0]
         for token, their_token, logprobs, their_top in zip(
-            told.token_ids, token_ids, told.logprobs, tops, strict=True
+            written.token_ids, token_ids, written.logprobs, tops, strict=True
         ):
             own = {key: value.logprob for key, value in logprobs.items()}
             other = dict(map(tuple, their_top))

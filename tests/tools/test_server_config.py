@@ -89,9 +89,9 @@ def test_http_reaches_this_machine(tmp_path: Path, url: str) -> None:
     ],
 )
 def test_a_bad_table_is_one_line_that_names_it(tmp_path: Path, table: str, words: str) -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         read(tmp_path, f"[mcp.a]\n{table}")
-    line = str(told.value)
+    line = str(raised.value)
     assert words in line and "[mcp.a]" in line and "config.toml" in line and "\n" not in line
 
 
@@ -106,9 +106,9 @@ def test_a_bad_table_is_one_line_that_names_it(tmp_path: Path, table: str, words
     ],
 )
 def test_bad_names_and_shapes(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         read(tmp_path, text)
-    assert words in str(told.value)
+    assert words in str(raised.value)
 
 
 def test_a_variable_that_is_not_set_is_named() -> None:

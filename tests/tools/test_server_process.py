@@ -150,9 +150,11 @@ async def test_a_cancelled_call_tells_the_server(tmp_path: Path) -> None:
 
 async def test_a_server_that_dies_is_started_anew() -> None:
     async with started() as tools, started() as other:
-        with pytest.raises(ToolError, match="ended during the call: it ended with code 7") as told:
+        with pytest.raises(
+            ToolError, match="ended during the call: it ended with code 7"
+        ) as raised:
             await call(tools, "crash", code=7)
-        assert "going down" in str(told.value)
+        assert "going down" in str(raised.value)
         assert await call(tools, "echo", text="again") == "echo again"
         assert tools.state == "ready"
         assert await call(other, "echo", text="untouched") == "echo untouched"

@@ -231,7 +231,7 @@ def test_what_is_no_summary(text: str, words: str) -> None:
     filler = " ".join(f"Other {n} facts{n} stand here{n}." for n in range(40))
     replaced = f"Maria lives in Oslo, and she has two cats and one dog at home. {filler}"
     assert words in fault_of(Draft(text, FinishReason.STOP), replaced)
-    fine = "The user is Maria from Oslo; she told of her pets, and asked for nothing yet."
+    fine = "The user is Maria from Oslo; she described her pets, and asked for nothing yet."
     assert fault_of(Draft(fine, FinishReason.STOP), replaced) == ""
     assert "to an end" in fault_of(Draft(fine, FinishReason.LENGTH), replaced)
 

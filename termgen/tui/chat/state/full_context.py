@@ -282,10 +282,10 @@ class FullContext:
             return TOO_LITTLE
         known = cut.summary
         number = known.first if known is not None and known.last == cut.upto else begin + 1
-        told = self._chat.messages(self._path[:upto], cut)
+        summarised = self._chat.messages(self._path[:upto], cut)
 
         def asked(max_tokens: int) -> ChatPrompt:
-            order = order_messages(told, max_tokens=max_tokens, focus=focus)
+            order = order_messages(summarised, max_tokens=max_tokens, focus=focus)
             return self._with_calls(ChatPrompt(order))
 
         room = (self._limit or MORE_THAN_ANY) - await self.sizes.count(asked(most)) - SPARE_TOKENS
@@ -306,7 +306,7 @@ class FullContext:
         except (RequestError, EngineError) as error:
             return f"it could not be written ({error})"
         source = "\n".join(  # not the summary before, which the next one may repeat
-            str(message["content"] or "") for message in told if message["role"] != "system"
+            str(message["content"] or "") for message in summarised if message["role"] != "system"
         )
         if fault := fault_of(draft, source):
             return fault

@@ -94,18 +94,18 @@ async def read_draft(
 ) -> Draft:
     """Have the model write a summary. show: called with the text and the number of tokens so far.
     It is stopped when it is too long already. Cancelling aborts the request."""
-    text, told, thought = "", 0, 0
+    text, num_tokens, num_of_thought = "", 0, 0
     answer = read_answer(client, wish.prompt, wish.params(params), request_id=request_id)
     async with contextlib.aclosing(answer) as stream:
         async for news in stream:
             delta = news.delta
             if delta.finish_reason is FinishReason.ERROR:
                 raise delta.error or EngineError("the engine failed this request")
-            text, told = text + news.pieces[1], delta.num_output_tokens
+            text, num_tokens = text + news.pieces[1], delta.num_output_tokens
             if not text.strip():
-                thought = told
-            show(tidied(text), told)
-            if told - thought > wish.max_tokens + SPARE_TOKENS:
+                num_of_thought = num_tokens
+            show(tidied(text), num_tokens)
+            if num_tokens - num_of_thought > wish.max_tokens + SPARE_TOKENS:
                 return Draft(text, FinishReason.LENGTH)
             if delta.finish_reason is not None:
                 return Draft(text, delta.finish_reason)
