@@ -116,7 +116,7 @@ class EngineHistory:
         """Go on from a known state; what was counted here so far is forgotten. Values that no
         engine has are taken for 0."""
         assert state.is_known
-        self._steps.clear()
+        self._count()  # the gap to the next step is measured from the last one
         last, figures = state.end_ns // WIDTH_NS - 1, self._figures
         series = np.nan_to_num(state.series, nan=np.nan, posinf=0.0, neginf=0.0).clip(min=0.0)
         series[:RUNNING] = np.nan_to_num(series[:RUNNING])

@@ -83,8 +83,10 @@ def test_ten_seconds_are_one_point() -> None:
     assert history.since_ns == START + 20 * MS
 
 
-def test_another_goes_on_where_it_was() -> None:
-    """A dashboard that is opened late has the figures of one that was there from the start."""
+@pytest.mark.parametrize("num_sent", [1, 20, 50])
+def test_another_goes_on_where_it_was(num_sent: int) -> None:
+    """A dashboard that is opened late has the figures of one that was there from the start, the
+    gap after the last step it was sent included."""
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
@@ -93,13 +95,13 @@ def test_another_goes_on_where_it_was() -> None:
         events.append(record._replace(num_waiting=rng.randrange(9)))
         if rng.random() < 0.05:
             events += request(f"r{i}", record.applied_ns, rng.randrange(SECOND))
-    cut = rng.randrange(len(events))
-    while not isinstance(events[cut], StepRecord):
-        cut -= 1  # a request without its begin has no times
+    cut = rng.randrange(100, len(events))
+    while not isinstance(events[cut], StepRecord) or not isinstance(events[cut - 1], StepRecord):
+        cut -= 1  # a request without its begin has no times, and the last step is sent
     server, late = EngineHistory(), EngineHistory()
     for begin in range(0, cut, 100):
         server.add(events[begin : min(cut, begin + 100)])
-    late.add(events[cut - min(cut, 50) : cut])  # the events that are sent first
+    late.add(events[cut - min(cut, num_sent) : cut])  # the events that are sent first
     late.restore(over_the_wire(server.state()))
     assert same(late.state(), server.state())
     server.add(events[cut:])
