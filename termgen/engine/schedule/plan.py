@@ -1,9 +1,7 @@
-"""Step plans: `PlanBuilder` builds any `StepPlan`, `DecodeStep` the most common one, fast.
+"""Step plans, and what is decided with each: block tables, copies of states, sampler features.
 
-A builder lives for one call of `Scheduler.schedule`. `DecodeStep` is a fast path: skip it on a
-first reading. It plans the steps in which every running row decodes one token, with the same plan
-and bookkeeping as the general path (a test compares them step by step). One check of all rows also
-gives the number of steps it is valid for. Engine thread only.
+A `PlanBuilder` lives for one call of `Scheduler.schedule`. `decode_step` makes the most common
+plan by whole columns. Engine thread only.
 """
 
 from __future__ import annotations
@@ -12,16 +10,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from termgen.engine.schedule.constraints import Constraints, rows_with_grammar
+from termgen.engine.schedule.constraints import rows_with_grammar
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.slot_table import Fence, SlotTable
+from termgen.engine.schedule.slot_table import SlotTable
 from termgen.engine.schedule.state_cache import StateCache
 from termgen.vocabulary.request import IntArray, Request
 from termgen.vocabulary.step import AddedRow, PromptSpan, SamplingNeeds, StepPlan
 
 _NO_IDS: IntArray = np.zeros(0, np.int32)
-
-NEVER = 1 << 62
 
 
 def drop_unseen(table: SlotTable, kv: KVCacheManager, slots: IntArray) -> None:
@@ -202,119 +198,3 @@ def _prompt_spans(table: SlotTable, slots: IntArray, counts: IntArray) -> tuple[
     wanted = np.minimum(counts, table.num_prompt[slots] - 1 - starts)
     rows = np.flatnonzero((table.num_prompt_logprobs[slots] >= 0) & (wanted > 0))
     return tuple(PromptSpan(int(row), int(starts[row]), int(wanted[row])) for row in rows)
-
-
-class DecodeStep:
-    """Reads and advances the scheduler's columns."""
-
-    def __init__(
-        self, table: SlotTable, kv: KVCacheManager, fence: Fence, constraints: Constraints
-    ) -> None:
-        self._table = table
-        self._constraints = constraints
-        self._kv = kv
-        self._fence = fence
-        self._rows: IntArray = table.running
-        """The batch of the cached facts. A request that joins or leaves creates a new array."""
-        self._constrained: IntArray | None = None
-        """Rows of the batch that have a grammar."""
-        self._sampling: SamplingNeeds | None = None
-        self._ones = self._zeros = self._epochs = self._rows
-        self._computed: IntArray = self._rows
-        """[num_rows] tokens computed before the next step."""
-        self._next_step = -1
-        """The step that the cached facts are valid for; the scheduler planned any other one."""
-        self._steps_left = 0
-        """Steps until a row needs a block or reaches its limit."""
-        self._look_at_step = NEVER
-        """The step whose landing may fill a block of some row, to be published in the prefix
-        cache."""
-
-    def plan(self, step_id: int, released: tuple[int, ...]) -> StepPlan | None:
-        """The next step, counted as run; None, without side effects, if it is not such a step."""
-        table = self._table
-        if table.running is not self._rows:
-            self._rows, self._sampling, self._steps_left = table.running, None, 0
-        rows = self._rows
-        if not (len(rows) and self._constraints.may_all_run_ahead(table)):
-            return None
-        builder = PlanBuilder()
-        if (
-            step_id != self._next_step
-            or self._steps_left <= 0
-            or self._fence.landed_step >= self._look_at_step
-        ):
-            if not self._look(builder):
-                return None
-            num_decode_rows = int(np.count_nonzero(self._computed >= table.num_prompt[rows]))
-        else:
-            num_decode_rows = len(rows)  # each was in such a step before
-        assert self._sampling is not None
-        num_computed = self._computed
-        self._computed = num_computed + 1
-        self._steps_left -= 1
-        self._next_step = step_id + 1
-        table.num_computed.put(rows, self._computed)
-        table.num_pending.put(rows, table.num_pending.take(rows) + 1)
-        table.last_step.put(rows, step_id)
-        if self._fence.landed_step >= self._look_at_step:
-            self._publish(rows)
-        return builder.freeze(
-            step_id,
-            self._sampling,
-            slots=rows,
-            epochs=self._epochs,
-            num_tokens=self._ones,
-            num_draft_tokens=self._zeros,
-            num_computed=num_computed,
-            num_decode_rows=num_decode_rows,
-            released=released,
-            constrained=self._constrained,
-        )
-
-    def forget(self) -> None:
-        """Invalidate the cached facts: counts of rows were changed elsewhere."""
-        self._steps_left = 0
-
-    def _look(self, builder: PlanBuilder) -> bool:
-        """Check that every row decodes, and for how many steps; give blocks to those that need one
-        for the first. False, without side effects, if some row does not decode."""
-        table, kv, rows = self._table, self._kv, self._rows
-        facts = table.facts.take(rows, axis=1)  # [num facts, num_rows]
-        num_tokens, num_pending, limit, _, num_computed, epochs = facts
-        known = num_tokens + num_pending
-        steps = int(np.minimum.reduce(limit - known))
-        if steps <= 0 or np.count_nonzero(known - num_computed != 1):
-            return False
-        rooms = kv.num_blocks.take(rows, axis=1) * kv.block_size - num_computed
-        groups, needy = (rooms <= 0).nonzero()
-        drop_unseen(table, kv, rows)
-        if len(needy) > kv.pool.num_free:
-            return False
-        if len(needy):
-            slots = rows.take(needy)
-            builder.add_columns(groups, slots, *kv.append_one_each(groups, slots))
-            rooms[groups, needy] += kv.block_size
-            if kv.states is not None:
-                copy_states(table, kv.states, np.unique(slots), builder)
-        room = np.minimum.reduce(rooms)
-        self._steps_left = min(steps, int(np.minimum.reduce(room)))
-        self._computed, self._epochs = num_computed, epochs
-        self._look_at_step = self._fence.landed_step if kv.enable_prefix_caching else NEVER
-        if self._sampling is None:
-            self._constrained = rows_with_grammar(table, rows)
-            self._sampling = sampling_needs(table, rows, self._constrained)
-            self._ones, self._zeros = np.ones_like(rows), np.zeros_like(rows)
-        return True
-
-    def _publish(self, rows: IntArray) -> None:
-        """Publish the blocks whose tokens are all known to the host."""
-        table, kv = self._table, self._kv
-        landed = np.minimum(self._computed, table.num_settled(rows))
-        missing = (kv.num_registered.take(rows) + 1) * kv.block_size - landed
-        for row in (missing <= 0).nonzero()[0].tolist():
-            slot = int(rows[row])
-            kv.register(slot, int(landed[row]), table.request_at(slot), table.token_ids[slot])
-            missing[row] += kv.block_size
-        # A landed step adds one token to a row at most.
-        self._look_at_step = self._fence.landed_step + max(1, int(missing.min()))

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from termgen.engine.schedule.block_pool import CachedPrefix
 from termgen.engine.schedule.constraints import Constraints
+from termgen.engine.schedule.decode_step import DecodeStep
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.plan import DecodeStep, PlanBuilder, copy_states, drop_unseen
+from termgen.engine.schedule.plan import PlanBuilder, copy_states, drop_unseen
 from termgen.engine.schedule.prompt_pace import PromptPace
 from termgen.engine.schedule.request_queue import RequestQueue, choose_victim, priority_key
 from termgen.engine.schedule.slot_table import Fence, SlotTable
