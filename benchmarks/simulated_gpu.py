@@ -21,7 +21,8 @@ import numpy as np
 from termgen.config import EngineConfig
 from termgen.engine.loop import startup
 from termgen.vocabulary.memory_ledger import MemoryLedger
-from termgen.vocabulary.step import DeviceInfo, GraphStatus, StepPlan, StepResult
+from termgen.vocabulary.model_info import DeviceInfo, GraphStatus
+from termgen.vocabulary.step import StepPlan, StepResult
 from termgen.vocabulary.token_mask import IDLE_PATIENCE_S, WITHHELD, IntArray
 
 SIZES = [field.name for field in fields(MemoryLedger) if field.name.endswith("_bytes")]

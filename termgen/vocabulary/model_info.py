@@ -1,12 +1,12 @@
-"""Description of the loaded model for front ends."""
+"""Descriptions of the loaded model and of its device, for schedulers and front ends."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from termgen.vocabulary.cache_groups import CacheGroup
+from termgen.vocabulary.cache_groups import CacheGroup, Window
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.startup_phases import StartupPhase
 from termgen.vocabulary.tool_format import ToolFormat
@@ -58,3 +58,51 @@ class ModelInfo:
     """A remote server takes `tools` as they are, and tool calls out of the text."""
     holds_calls: bool = False
     """That server holds the arguments of `strict` tools to their schemas."""
+
+
+class GraphStatus(NamedTuple):
+    """Progress of recording CUDA graphs."""
+
+    num_recorded: int
+    num_graphs: int
+    """Recorded graphs and those still to be recorded in idle moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """Facts the executor found or decided at start-up, for the scheduler and screens."""
+
+    device: str
+    """`cpu` or `cuda:0`."""
+    device_name: str
+    dtype: str
+    num_blocks: int
+    block_size: int
+    windows: tuple[Window | None, ...]
+    """Per group of layers with a block table of its own, what it keeps of a context; None: all."""
+    max_model_len: int
+    vocab_size: int
+    attention_backend: str
+    architecture: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_in_flight: int
+    """Steps that may be planned before the oldest one's result is read; 1: synchronous."""
+    eos_token_ids: tuple[int, ...]
+    """End-of-sequence ids from the model's config.json."""
+    memory: MemoryLedger
+    implementation: str = "termgen"
+    """The code that runs the model: one of config.MODEL_IMPLS."""
+    num_threads: int = 0
+    """CPU threads that run the model; 0 on a GPU."""
+    num_cores: int = 0
+    """Cores that this process may use."""
+    quantization: str | None = None
+    """How the weights are stored; None: in the dtype."""
+    state_places: int = 0
+    """Copies of the states of recurrent layers that the device has room for, behind those of its
+    rows; 0 for models without such layers."""
+    layers: tuple[int, ...] = ()
+    """Number of layers of each group."""
+    num_untuned: int = 0
+    """Shapes of weights whose products were not measured on this GPU, and can be."""

@@ -140,6 +140,11 @@ class Request:
     """The stop token id or stop string that ended it; None for end-of-sequence and length."""
 
     @property
+    def may_draft(self) -> bool:
+        """Its next tokens may be guessed: what draws one does not change with those before it."""
+        return self.grammar is None and not self.params.has_penalties
+
+    @property
     def owes_prompt_logprobs(self) -> bool:
         """Prompt logprobs are requested and not complete, so the whole prompt must be computed.
 

@@ -19,8 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.errors import TermgenError
-from termgen.vocabulary.cache_groups import Window
-from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.request import FinishReason, IntArray
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -102,12 +100,13 @@ class StepPlan(NamedTuple):
     num_tokens: IntArray
     """[num_rows] tokens computed for the row in this step, drafts included."""
     num_draft_tokens: IntArray
-    """[num_rows] drafts among them."""
+    """[num_rows] places for drafts among them, at the end: tokens that the device has guessed, each
+    of which stays if the model draws it."""
     num_computed: IntArray
     """[num_rows] the host's upper bound of tokens computed before this step. The device has its own
     exact count; this one sizes buffers and is displayed."""
     num_decode_rows: int
-    """Rows that compute one token after their prompt."""
+    """Rows that compute one token, and drafts, after their prompt."""
     released_slots: tuple[int, ...]
     added: tuple[AddedRow, ...]
     block_slots: IntArray
@@ -131,10 +130,22 @@ class StepPlan(NamedTuple):
     """Prompt tokens whose log-probabilities are requested."""
     max_prompt_logprobs: int = 0
     """Largest `prompt_logprobs` of these spans."""
+    num_drafts: int = 0
+    """Sum of `num_draft_tokens`."""
 
     @property
     def num_rows(self) -> int:
         return len(self.slots)
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the device draws: one for each row, and one more for each of its drafts."""
+        return len(self.slots) + self.num_drafts
+
+    def first_samples(self) -> IntArray:
+        """[num_rows] index of each row's first sample; the others follow it."""
+        ends = np.cumsum(self.num_draft_tokens) - self.num_draft_tokens
+        return np.arange(self.num_rows, dtype=np.int32) + ends.astype(np.int32)
 
     @property
     def changes_rows(self) -> bool:
@@ -143,27 +154,27 @@ class StepPlan(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """True if every row decodes one token."""
+        """True if every row computes one token, and drafts, after its prompt."""
         return self.num_decode_rows == len(self.slots)
 
     @property
     def total_tokens(self) -> int:
         if self.is_decode:
-            return len(self.slots)
+            return len(self.slots) + self.num_drafts
         return int(np.add.reduce(self.num_tokens))  # half the time of `sum`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogprobs:
-    """Log-probabilities of one step, before any logits processor, natural log.
+    """Log-probabilities of one step's samples, before any logits processor, natural log.
 
     Column 0 is the sampled token, columns 1.. are the most likely ones, best first. The host cuts
     the rows that ask for fewer.
     """
 
-    token_ids: IntArray  # [num_rows, 1 + max_logprobs]
-    logprobs: FloatArray  # [num_rows, 1 + max_logprobs]
-    ranks: IntArray  # [num_rows] rank of the sampled token, 1 = most likely
+    token_ids: IntArray  # [num_samples, 1 + max_logprobs]
+    logprobs: FloatArray  # [num_samples, 1 + max_logprobs]
+    ranks: IntArray  # [num_samples] rank of the sampled token, 1 = most likely
 
 
 class StepResult(NamedTuple):
@@ -171,11 +182,13 @@ class StepResult(NamedTuple):
 
     step_id: int
     num_sampled: IntArray
-    """[num_rows] tokens sampled by each row: 0 for a prefill chunk before the last, for a late mask
-    and for corrupt logits."""
+    """[num_rows] tokens that each row keeps: those of its drafts that the model draws, and one
+    more; 0 for a prefill chunk before the last, for a late mask and for corrupt logits. A token
+    that ends the row is its last."""
     token_ids: IntArray
     """[sum(num_sampled)] sampled tokens, row after row."""
     logprobs: StepLogprobs | None
+    """Every sample of the plan has a row, kept or not."""
     started_ns: int
     """perf_counter_ns when the device began the step, by the device's clock where it has one."""
     ended_ns: int
@@ -191,65 +204,21 @@ class StepResult(NamedTuple):
     """Log-probabilities of the prompt's own next tokens, for the plan's `prompt_spans` in order."""
     corrupt: IntArray | None = None
     """[num_corrupt] rows that were to sample but had NaN or infinite logits."""
+    num_drafted: IntArray | None = None
+    """[num_rows] drafts that were there to fill the plan's places for them; None: all."""
     seen_ns: int = 0
     """perf_counter_ns when the thread that waited for the step woke up; 0: when it got this
     result."""
     model_span_ns: tuple[int, int] = (0, 0)
     """On a CPU, perf_counter_ns of the model's start and end; zeros elsewhere."""
 
-    def by_row(self) -> IntArray:
-        """[num_rows] sampled token of each row, -1 for none."""
+    def last_tokens(self) -> IntArray:
+        """[num_rows] newest token of each row, -1 for none."""
         tokens = np.full(len(self.num_sampled), -1, np.int32)
-        tokens[self.num_sampled > 0] = self.token_ids
+        ends = np.cumsum(self.num_sampled)
+        has_some = self.num_sampled > 0
+        tokens[has_some] = self.token_ids[ends[has_some] - 1]
         return tokens
-
-
-class GraphStatus(NamedTuple):
-    """Progress of recording CUDA graphs."""
-
-    num_recorded: int
-    num_graphs: int
-    """Recorded graphs and those still to be recorded in idle moments."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceInfo:
-    """Facts the executor found or decided at start-up, for the scheduler and screens."""
-
-    device: str
-    """`cpu` or `cuda:0`."""
-    device_name: str
-    dtype: str
-    num_blocks: int
-    block_size: int
-    windows: tuple[Window | None, ...]
-    """Per group of layers with a block table of its own, what it keeps of a context; None: all."""
-    max_model_len: int
-    vocab_size: int
-    attention_backend: str
-    architecture: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_in_flight: int
-    """Steps that may be planned before the oldest one's result is read; 1: synchronous."""
-    eos_token_ids: tuple[int, ...]
-    """End-of-sequence ids from the model's config.json."""
-    memory: MemoryLedger
-    implementation: str = "termgen"
-    """The code that runs the model: one of config.MODEL_IMPLS."""
-    num_threads: int = 0
-    """CPU threads that run the model; 0 on a GPU."""
-    num_cores: int = 0
-    """Cores that this process may use."""
-    quantization: str | None = None
-    """How the weights are stored; None: in the dtype."""
-    state_places: int = 0
-    """Copies of the states of recurrent layers that the device has room for, behind those of its
-    rows; 0 for models without such layers."""
-    layers: tuple[int, ...] = ()
-    """Number of layers of each group."""
-    num_untuned: int = 0
-    """Shapes of weights whose products were not measured on this GPU, and can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +293,6 @@ class StepDelivery(NamedTuple):
     token_ids: IntArray
     """[sum(num_tokens)]"""
     logprobs: StepLogprobs | None
-    """Rows aligned with `slots`."""
+    """Rows aligned with `token_ids`."""
     finished: tuple[FinishedRow, ...]
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()

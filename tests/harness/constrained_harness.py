@@ -125,7 +125,7 @@ class MaskedDevice(ScriptedDevice):
             posted, mask = self._posted[slot]
         return mask if posted == position else None
 
-    def _sample(self, slot: int) -> int | None:
+    def _sample(self, slot: int, num_drafts: int) -> list[int | None]:
         row, length = self.rows[slot], int(self.num_tokens[slot])
         assert row is not None
         mask = None
@@ -133,10 +133,11 @@ class MaskedDevice(ScriptedDevice):
             mask = self._mask(slot, length)
             if mask is None:
                 self.num_computed[slot] -= 1
-                return None
-        token = super()._sample(slot)
-        if token == CORRUPT_TOKEN or token is None or mask is None:
-            return token
+                return [None]
+        tokens = super()._sample(slot, num_drafts)
+        if mask is None or (token := tokens[0]) == CORRUPT_TOKEN or token is None:
+            return tokens
+        assert not num_drafts, "a row with a grammar has no drafts"
         flags = np.unpackbits(mask.view(np.uint8), bitorder="little")
         allowed = np.flatnonzero(flags).tolist()
         token = int(allowed[token % len(allowed)])
@@ -146,7 +147,7 @@ class MaskedDevice(ScriptedDevice):
             minimum = row.num_prompt_tokens + row.params.min_tokens
             is_stop = token in row.stop_token_ids and length + 1 > minimum
             self.finished[slot] = is_stop or length + 1 >= row.max_total_tokens
-        return token
+        return [token]
 
 
 class ConstrainedDriver(CoreDriver):
@@ -159,6 +160,7 @@ class ConstrainedDriver(CoreDriver):
         old = self.executor.device
         self.device = self.executor.device = MaskedDevice(
             num_blocks=len(old.kv_tokens) // old.block_size,
+            num_drafts=old.num_drafts,
             block_size=old.block_size,
             max_num_seqs=len(old.rows),
             max_model_len=old.token_ids.shape[1],

@@ -16,17 +16,10 @@ from scheduler_harness import make_states
 from scripted_device import VOCAB, DeviceFailure, ScriptedDevice, next_token
 
 from termgen.engine.schedule.invariants import check_scheduler
+from termgen.vocabulary.model_info import DeviceInfo, GraphStatus
 from termgen.vocabulary.request import FinishReason, GenerationRequest, TurnEnds
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import (
-    DeviceInfo,
-    FinishedRow,
-    GraphStatus,
-    StepDelivery,
-    StepLogprobs,
-    StepPlan,
-    StepResult,
-)
+from termgen.vocabulary.step import FinishedRow, StepDelivery, StepLogprobs, StepPlan, StepResult
 from termgen.vocabulary.token_mask import IntArray
 
 NO_EOS = VOCAB
@@ -153,8 +146,9 @@ def with_logprobs(plan: StepPlan, result: StepResult) -> StepResult:
     """Log-probability rows whose numbers encode the slot and, as rank, the epoch."""
     if plan.sampling.max_logprobs is None:
         return result
-    ids = np.repeat(plan.slots[:, None], 1 + plan.sampling.max_logprobs, axis=1)
-    logprobs = StepLogprobs(ids, -ids.astype(np.float32), plan.epochs.copy())
+    counts = 1 + plan.num_draft_tokens
+    ids = np.repeat(plan.slots.repeat(counts)[:, None], 1 + plan.sampling.max_logprobs, axis=1)
+    logprobs = StepLogprobs(ids, -ids.astype(np.float32), plan.epochs.repeat(counts))
     return result._replace(logprobs=logprobs)
 
 
@@ -205,6 +199,7 @@ class CoreDriver:
         run_ahead_ms: float = 0.0,
         windows: tuple[int | None, ...] = (None,),
         state_places: int = 0,
+        num_drafts: int = 0,
     ) -> None:
         device = ScriptedDevice(
             num_blocks=num_blocks,
@@ -214,6 +209,7 @@ class CoreDriver:
             stops=stops,
             windows=windows,
             state_places=state_places,
+            num_drafts=num_drafts,
         )
         self.depth = depth
         self.eos = eos
@@ -233,6 +229,7 @@ class CoreDriver:
             run_ahead_ms=run_ahead_ms,
             windows=windows,
             states=make_states(block_size, max_num_seqs, state_places),
+            num_drafts=num_drafts,
         )
         self.scheduler = self.core.scheduler
         self.bearers: list[Bearer] = []
@@ -291,7 +288,10 @@ class CoreDriver:
             bearer.residencies.append((start.slot, start.epoch))
             bearer.num_cached_tokens = start.num_cached_tokens
             self._by_row[start.slot, start.epoch] = bearer
-        rows = list(zip(news.slots.tolist(), news.epochs.tolist(), strict=True))
+        counts = news.num_tokens
+        assert len(counts) == len(news.slots) and (counts > 0).all()
+        columns = (news.slots.repeat(counts).tolist(), news.epochs.repeat(counts).tolist())
+        rows = list(zip(*columns, strict=True))
         for row, token in zip(rows, news.token_ids.tolist(), strict=True):
             bearer = self._by_row[row]
             assert bearer.ending is None, "a token after the end"

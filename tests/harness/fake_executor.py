@@ -12,14 +12,8 @@ from termgen.engine.loop.executor import Executor
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.engine.schedule.state_cache import StateCache
-from termgen.vocabulary.step import (
-    AddedRow,
-    DeviceInfo,
-    GraphStatus,
-    StepDelivery,
-    StepPlan,
-    StepResult,
-)
+from termgen.vocabulary.model_info import DeviceInfo, GraphStatus
+from termgen.vocabulary.step import AddedRow, StepDelivery, StepPlan, StepResult
 from termgen.vocabulary.token_mask import IntArray
 
 
@@ -142,6 +136,7 @@ def make_core(
     run_ahead_ms: float = 0.0,
     windows: tuple[int | None, ...] = (None,),
     states: StateCache | None = None,
+    num_drafts: int = 0,
 ) -> EngineCore:
     kv = KVCacheManager(
         num_blocks=num_blocks,
@@ -158,6 +153,7 @@ def make_core(
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             policy=policy,
+            num_speculative_tokens=num_drafts,
         ),
         kv,
     )

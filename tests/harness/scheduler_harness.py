@@ -76,6 +76,7 @@ def make_scheduler(
     adaptive: bool = False,
     windows: tuple[Window | None, ...] = (None,),
     state_places: int = 0,
+    num_drafts: int = 0,
 ) -> Scheduler:
     kv = KVCacheManager(
         num_blocks=num_blocks,
@@ -93,6 +94,7 @@ def make_scheduler(
         long_prefill_token_threshold=threshold,
         adaptive_prefill=adaptive,
         policy=policy,
+        num_speculative_tokens=num_drafts,
     )
     return Scheduler(config, kv)
 
@@ -170,6 +172,7 @@ class Driver:
             stops=stops,
             windows=kv.windows,
             state_places=state_places,
+            num_drafts=config.num_speculative_tokens,
         )
         self.in_flight: deque[tuple[StepPlan, StepResult | None, set[int]]] = deque()
         self.plans: list[StepPlan] = []
@@ -226,9 +229,9 @@ class Driver:
         applied = self.scheduler.apply(plan, result)
         check_scheduler(self.scheduler)
         self.check_published()
-        for slot, epoch, token in zip(
-            applied.slots.tolist(), applied.epochs.tolist(), applied.token_ids.tolist(), strict=True
-        ):
+        counts = 1 if applied.num_tokens is None else applied.num_tokens
+        columns = (applied.slots.repeat(counts), applied.epochs.repeat(counts), applied.token_ids)
+        for slot, epoch, token in zip(*(column.tolist() for column in columns), strict=True):
             self.outputs[self._rows[(slot, epoch)]].append(token)
         self._note_finished(applied.finished)
         return applied

@@ -65,10 +65,15 @@ class ScriptedDevice:
         vocab: int = VOCAB,
         windows: tuple[Window | None, ...] = (None,),
         state_places: int = 0,
+        num_drafts: int = 0,
+        draft_seed: int = 0,
     ) -> None:
         """windows: per group, the part of a context that the device looks at; None: at all.
-        state_places: copies of recurrent states that it keeps; 0: it is not recurrent."""
+        state_places: copies of recurrent states that it keeps; 0: it is not recurrent. num_drafts:
+        tokens that it guesses for each row after a step, often rightly."""
         self.state_places = state_places
+        self.num_drafts = num_drafts
+        self._guesses = np.random.default_rng(draft_seed)
         self.states: dict[int, list[int]] = {}
         """Place -> the tokens that the state there has taken up; a row's place is its slot."""
         self.block_size = block_size
@@ -97,14 +102,16 @@ class ScriptedDevice:
         self.next_step += 1
         self._update_rows(plan)
         pairs = list(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
+        assert plan.num_drafts == plan.num_draft_tokens.sum() <= self.num_drafts * plan.num_rows
         for i, (slot, count) in enumerate(pairs):  # all writes precede all reads
             row = self.rows[slot]
             assert row is not None and row.epoch == plan.epochs[i], "a plan names a stale row"
             check_needs(plan.sampling, row.params)
             if not self.finished[slot]:
                 # A late mask makes the host's count an upper bound, until its step has landed.
-                assert 0 <= plan.num_computed[i] - self.num_computed[slot] <= row.has_grammar
-                self._write(slot, count, rubbish=fails)
+                ahead = int(plan.num_computed[i] - self.num_computed[slot])
+                assert 0 <= ahead and (self.num_drafts or ahead <= row.has_grammar)
+                self._write(slot, count, int(plan.num_draft_tokens[i]), rubbish=fails)
                 if self.turns_nan is not None and self.turns_nan():
                     end = int(self.num_computed[slot]) + count
                     for group in range(len(self.windows)):
@@ -118,12 +125,18 @@ class ScriptedDevice:
                 self._attend(slot, count)
             if self.state_places:
                 self._take_up(slot, count)
-        sampled = [self._sample(slot) for slot, _ in pairs]
+        drafts = plan.num_draft_tokens.tolist()
+        sampled = [self._sample(slot, num) for (slot, _), num in zip(pairs, drafts, strict=True)]
+        for slot, _ in pairs if self.num_drafts else ():
+            self._guess(slot)
+        kept = [[token for token in tokens if is_token(token)] for tokens in sampled]
         return StepResult(
             step_id=plan.step_id,
-            num_sampled=np.asarray([is_token(token) for token in sampled], np.int32),
-            token_ids=np.asarray([token for token in sampled if is_token(token)], np.int32),
-            corrupt=np.flatnonzero([token == CORRUPT_TOKEN for token in sampled]).astype(np.int32),
+            num_sampled=np.asarray([len(tokens) for tokens in kept], np.int32),
+            token_ids=np.asarray([token for tokens in kept for token in tokens], np.int32),
+            corrupt=np.flatnonzero([CORRUPT_TOKEN in tokens for tokens in sampled]).astype(
+                np.int32
+            ),
             logprobs=None,
             started_ns=0,
             ended_ns=0,
@@ -185,10 +198,10 @@ class ScriptedDevice:
             seen.append((np.arange(first, end), self.slot_mapping(slot, first, end, group)))
         return seen
 
-    def _write(self, slot: int, count: int, *, rubbish: bool) -> None:
+    def _write(self, slot: int, count: int, num_drafts: int, *, rubbish: bool) -> None:
         start = int(self.num_computed[slot])
         end = start + count
-        assert end <= self.num_tokens[slot], "computes a token nobody knows"
+        assert end <= self.num_tokens[slot] + num_drafts, "computes a token nobody knows"
         for group in range(len(self.windows)):
             where = self.slot_mapping(slot, start, end, group)
             self.kv_tokens[where] = -7 if rubbish else self.token_ids[slot, start:end]
@@ -219,11 +232,37 @@ class ScriptedDevice:
             for group in range(len(self.windows)):
                 self.kv_tokens[self.slot_mapping(slot, start, end, group)] = spoilt
 
-    def _sample(self, slot: int) -> int | None:
+    def _sample(self, slot: int, num_drafts: int) -> list[int | None]:
+        """The drafts that are what the model draws, and one token more; nothing behind an end."""
         row, length = self.rows[slot], int(self.num_tokens[slot])
         assert row is not None
-        if self.finished[slot] or self.num_computed[slot] < length:
-            return None
+        if self.finished[slot] or self.num_computed[slot] < length + num_drafts:
+            assert not num_drafts or self.finished[slot], "drafts behind a part of a prompt"
+            return [None]
+        tokens: list[int | None] = []
+        for place in range(length, length + num_drafts + 1):
+            draft = int(self.token_ids[slot, place]) if place < length + num_drafts else -1
+            tokens.append(token := self._draw(slot))
+            if token == CORRUPT_TOKEN or token != draft:
+                break
+            if is_stop(row, place + 1, token) or place + 1 >= row.max_total_tokens:
+                break
+        self.num_computed[slot] -= 1 + num_drafts - len(tokens)
+        return tokens
+
+    def _guess(self, slot: int) -> None:
+        """Write drafts behind a row's tokens: from some place on wrong ones."""
+        length = int(self.num_tokens[slot])
+        ids = self.token_ids[slot]
+        num_right = int(self._guesses.integers(0, self.num_drafts + 1))
+        for place in range(length, min(length + self.num_drafts, len(ids))):
+            is_right = place < length + num_right
+            ids[place] = next_token(ids[:place], self.vocab) if is_right else place % self.vocab
+
+    def _draw(self, slot: int) -> int:
+        """Draw the next token of a row and take it."""
+        row, length = self.rows[slot], int(self.num_tokens[slot])
+        assert row is not None
         read = self.token_ids[slot, :length].copy()
         if self.state_places:
             if NAN in self.states[slot]:

@@ -30,7 +30,7 @@ from termgen.system.cpu_slices import (
     take_short_slices,
 )
 from termgen.system.helper_process import HelperProcess
-from termgen.vocabulary.step import DeviceInfo
+from termgen.vocabulary.model_info import DeviceInfo
 from termgen.vocabulary.token_mask import GrammarState, IntArray, faults_of
 
 

@@ -337,11 +337,12 @@ class EngineCore:
     ) -> None:
         started, self._started = tuple(self._started), []
         finished, self._finished = tuple(self._finished), []
+        counts = applied.num_tokens
         self._publisher.finished(finished, time_ns)
         if logprobs is not None:
-            rows = applied.rows
+            kept = applied.samples
             logprobs = StepLogprobs(
-                logprobs.token_ids[rows], logprobs.logprobs[rows], logprobs.ranks[rows]
+                logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept]
             )
         self._on_delivery(
             StepDelivery(
@@ -350,7 +351,7 @@ class EngineCore:
                 started=started,
                 slots=applied.slots,
                 epochs=applied.epochs,
-                num_tokens=self._ones[: len(applied.slots)],
+                num_tokens=self._ones[: len(applied.slots)] if counts is None else counts,
                 token_ids=applied.token_ids,
                 logprobs=logprobs,
                 finished=finished,

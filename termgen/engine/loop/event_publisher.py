@@ -83,7 +83,7 @@ class EventPublisher:
             return (), ()
         table = self._scheduler.slots
         past_prompt = plan.num_computed >= table.num_prompt[plan.slots]
-        rows = np.flatnonzero((plan.num_tokens > 1) | ~past_prompt)
+        rows = np.flatnonzero((plan.num_tokens - plan.num_draft_tokens > 1) | ~past_prompt)
         ids = tuple(table.request_at(slot).request_id for slot in plan.slots[rows].tolist())
         return ids, tuple(plan.num_tokens[rows].tolist())
 
@@ -112,8 +112,8 @@ class EventPublisher:
             apply_us=(times.applied_ns - times.landed_ns) / 1e3,
             num_decode_rows=num_decode,
             num_prefill_rows=plan.num_rows - num_decode,
-            num_prefill_tokens=plan.total_tokens - num_decode,
-            num_sampled_tokens=len(applied.rows),
+            num_prefill_tokens=plan.total_tokens - num_decode - plan.num_drafts,
+            num_sampled_tokens=len(applied.token_ids),
             num_padded_tokens=result.num_padded_tokens,
             graph_mode=result.graph_mode,
             num_running=scheduler.num_running,

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from termgen.config import EngineConfig
 from termgen.system.cpu_settings import prepare_cpu
 from termgen.system.idle_process import IdleProcess
+from termgen.vocabulary.model_info import DeviceInfo, GraphStatus
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.startup_phases import LOADING_LIBRARIES
-from termgen.vocabulary.step import DeviceInfo, GraphStatus, StepPlan, StepResult
+from termgen.vocabulary.step import StepPlan, StepResult
 from termgen.vocabulary.token_mask import MaskReceiver
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from termgen.engine.schedule.block_pool import PoolCopy
 from termgen.engine.schedule.scheduler import Scheduler
 from termgen.vocabulary.cache_groups import blocks_of_context
 from termgen.vocabulary.events import EngineSnapshot, RequestView, StepRecord
+from termgen.vocabulary.model_info import GraphStatus
 from termgen.vocabulary.request import Request, RequestStatus
-from termgen.vocabulary.step import GraphStatus, StepPlan
+from termgen.vocabulary.step import StepPlan
 
 MAX_LISTED = 256
 

@@ -28,6 +28,7 @@ from termgen.errors import ConfigError, CorruptFileError, RequestError
 from termgen.library.catalog import CATALOG, LocalModel, resolve_model
 from termgen.vocabulary.cache_groups import CacheGroup
 from termgen.vocabulary.grammar_times import GrammarTimes
+from termgen.vocabulary.model_info import DeviceInfo
 from termgen.vocabulary.sampling_params import MAX_EOS_IDS, SamplingParams
 from termgen.vocabulary.startup_phases import (
     LOADING_TOKENIZER,
@@ -36,7 +37,7 @@ from termgen.vocabulary.startup_phases import (
     StartupPhase,
     describe_startup,
 )
-from termgen.vocabulary.step import DeviceInfo, StepDelivery
+from termgen.vocabulary.step import StepDelivery
 from termgen.vocabulary.tool_format import ToolFormat
 
 logger = logging.getLogger(__name__)

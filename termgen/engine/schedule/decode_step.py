@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from termgen.engine.schedule.constraints import Constraints, rows_with_grammar
+from termgen.engine.schedule.drafts import places_for_drafts
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.plan import PlanBuilder, copy_states, drop_unseen, sampling_needs
 from termgen.engine.schedule.slot_table import Fence, SlotTable
@@ -23,18 +24,29 @@ class DecodeStep:
     """Reads and advances the scheduler's columns."""
 
     def __init__(
-        self, table: SlotTable, kv: KVCacheManager, fence: Fence, constraints: Constraints
+        self,
+        table: SlotTable,
+        kv: KVCacheManager,
+        fence: Fence,
+        constraints: Constraints,
+        *,
+        num_drafts: int,
+        budget: int,
     ) -> None:
+        """num_drafts: most drafts of a row in a step; budget: most tokens of a step."""
         self._table = table
         self._constraints = constraints
         self._kv = kv
         self._fence = fence
+        self._most_drafts = num_drafts
+        self._budget = budget
         self._rows: IntArray = table.running
         """The batch of the cached facts. A request that joins or leaves creates a new array."""
         self._constrained: IntArray | None = None
         """Rows of the batch that have a grammar."""
         self._sampling: SamplingNeeds | None = None
-        self._ones = self._zeros = self._epochs = self._rows
+        self._num_tokens = self._drafts = self._epochs = self._rows
+        self._num_drafts = 0
         self._computed: IntArray = self._rows
         """[num_rows] tokens computed before the next step."""
         self._next_step = -1
@@ -65,12 +77,12 @@ class DecodeStep:
         else:
             num_decode_rows = len(rows)  # each was in such a step before
         assert self._sampling is not None
-        num_computed = self._computed
-        self._computed = num_computed + 1
+        num_computed, num_tokens = self._computed, self._num_tokens
+        self._computed = num_computed + num_tokens
         self._steps_left -= 1
         self._next_step = step_id + 1
         table.num_computed.put(rows, self._computed)
-        table.num_pending.put(rows, table.num_pending.take(rows) + 1)
+        table.num_pending.put(rows, table.num_pending.take(rows) + num_tokens)
         table.last_step.put(rows, step_id)
         if self._fence.landed_step >= self._look_at_step:
             self._publish(rows)
@@ -79,8 +91,9 @@ class DecodeStep:
             self._sampling,
             slots=rows,
             epochs=self._epochs,
-            num_tokens=self._ones,
-            num_draft_tokens=self._zeros,
+            num_tokens=num_tokens,
+            num_draft_tokens=self._drafts,
+            num_drafts=self._num_drafts,
             num_computed=num_computed,
             num_decode_rows=num_decode_rows,
             released=released,
@@ -92,8 +105,8 @@ class DecodeStep:
         self._steps_left = 0
 
     def _look(self, builder: PlanBuilder) -> bool:
-        """Check that every row decodes, and for how many steps; give blocks to those that need one
-        for the first. False, without side effects, if some row does not decode."""
+        """Check that every row decodes, with as many drafts as the others, and for how many steps;
+        give blocks to those that need one for the first. False, without side effects, if not."""
         table, kv, rows = self._table, self._kv, self._rows
         facts = table.facts.take(rows, axis=1)  # [num facts, num_rows]
         num_tokens, num_pending, limit, _, num_computed, epochs = facts
@@ -101,8 +114,16 @@ class DecodeStep:
         steps = int(np.minimum.reduce(limit - known))
         if steps <= 0 or np.count_nonzero(known - num_computed != 1):
             return False
+        drafts = 0
+        if self._most_drafts:
+            places = places_for_drafts(table, rows, self._most_drafts, self._budget)
+            drafts, steps = int(places[0]), 1  # what lands may change every count
+            if np.count_nonzero(places != drafts):
+                return False
         rooms = kv.num_blocks.take(rows, axis=1) * kv.block_size - num_computed
-        groups, needy = (rooms <= 0).nonzero()
+        groups, needy = (rooms <= drafts).nonzero()
+        if drafts and np.minimum.reduce(rooms, axis=None) + kv.block_size <= drafts:
+            return False  # more than one block
         drop_unseen(table, kv, rows)
         if len(needy) > kv.pool.num_free:
             return False
@@ -119,7 +140,11 @@ class DecodeStep:
         if self._sampling is None:
             self._constrained = rows_with_grammar(table, rows)
             self._sampling = sampling_needs(table, rows, self._constrained)
-            self._ones, self._zeros = np.ones_like(rows), np.zeros_like(rows)
+            self._num_drafts = -1
+        if self._num_drafts != drafts * len(rows):
+            self._num_drafts = drafts * len(rows)
+            self._num_tokens = np.full_like(rows, 1 + drafts)
+            self._drafts = np.full_like(rows, drafts)
         return True
 
     def _publish(self, rows: IntArray) -> None:
@@ -131,5 +156,5 @@ class DecodeStep:
             slot = int(rows[row])
             kv.register(slot, int(landed[row]), table.request_at(slot), table.token_ids[slot])
             missing[row] += kv.block_size
-        # A landed step adds one token to a row at most.
-        self._look_at_step = self._fence.landed_step + max(1, int(missing.min()))
+        most = 1 + self._most_drafts  # tokens that a landed step adds to a row
+        self._look_at_step = self._fence.landed_step + max(1, int(missing.min()) // most)

@@ -112,20 +112,22 @@ class PlanBuilder:
         *,
         slots: IntArray,
         counts: IntArray,
+        drafts: IntArray,
         released: tuple[int, ...],
     ) -> StepPlan:
-        """The plan of a step that computes `counts` tokens of `slots`, already counted in `table`.
+        """The plan of a step that computes `counts` tokens of `slots`, already counted in `table`,
+        `drafts` among them.
 
         Rows with one query token come first: attention treats them as one uniform batch.
         """
         is_long = counts > 1
         if is_long.any():
             order = np.argsort(is_long, kind="stable")
-            slots, counts = slots[order], counts[order]
+            slots, counts, drafts = slots[order], counts[order], drafts[order]
         max_prompt_logprobs = int(table.num_prompt_logprobs[slots].max())
         spans = _prompt_spans(table, slots, counts) if max_prompt_logprobs >= 0 else ()
         num_computed = table.num_computed[slots] - counts
-        is_decode = (counts == 1) & (num_computed >= table.num_prompt[slots])
+        is_decode = (counts - drafts == 1) & (num_computed >= table.num_prompt[slots])
         constrained = rows_with_grammar(table, slots)
         return self.freeze(
             step_id,
@@ -133,7 +135,8 @@ class PlanBuilder:
             slots=slots,
             epochs=table.epoch[slots],
             num_tokens=counts,
-            num_draft_tokens=np.zeros_like(counts),
+            num_draft_tokens=drafts,
+            num_drafts=int(drafts.sum()),
             num_computed=num_computed,
             num_decode_rows=int(np.count_nonzero(is_decode)),
             released=released,
@@ -157,6 +160,7 @@ class PlanBuilder:
         constrained: IntArray | None = None,
         prompt_spans: tuple[PromptSpan, ...] = (),
         max_prompt_logprobs: int = 0,
+        num_drafts: int = 0,
     ) -> StepPlan:
         """The plan with these columns, which must not be modified afterwards."""
         return StepPlan(
@@ -179,6 +183,7 @@ class PlanBuilder:
             constrained=constrained,
             prompt_spans=prompt_spans,
             max_prompt_logprobs=max_prompt_logprobs,
+            num_drafts=num_drafts,
         )
 
 

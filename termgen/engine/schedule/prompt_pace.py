@@ -75,7 +75,7 @@ class PromptPace:
             newest = NEWEST_WEIGHT if self._step_ns else 1.0
             self._step_ns += newest * (spent_ns - self._step_ns)
             return
-        n = plan.total_tokens - plan.num_decode_rows
+        n = plan.total_tokens - plan.num_decode_rows - plan.num_drafts
         kept = (total * (1.0 - NEWEST_WEIGHT) for total in self._sums)
         added = (1.0, n, spent_ns, n * n, n * spent_ns)
         self._sums = tuple(old + new for old, new in zip(kept, added, strict=True))

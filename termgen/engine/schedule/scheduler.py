@@ -20,6 +20,7 @@ import numpy.typing as npt
 from termgen.engine.schedule.block_pool import CachedPrefix
 from termgen.engine.schedule.constraints import Constraints
 from termgen.engine.schedule.decode_step import DecodeStep
+from termgen.engine.schedule.drafts import append_kept, kept_tokens, places_for_drafts
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.plan import PlanBuilder, copy_states, drop_unseen
 from termgen.engine.schedule.prompt_pace import PromptPace
@@ -41,6 +42,8 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     adaptive_prefill: bool = False
     policy: str = "fcfs"
+    num_speculative_tokens: int = 0
+    """Drafts of a row in a step, at most; 0 where the device makes none."""
 
 
 @dataclass(slots=True)
@@ -61,6 +64,10 @@ class SchedulerStats:
     wasted_tokens: int = 0
     """Tokens computed for requests whose end or preemption was not known to the plan, or again
     because of a late mask."""
+    num_draft_tokens: int = 0
+    """Drafts that the device computed."""
+    num_accepted_tokens: int = 0
+    """Drafts that stayed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +77,11 @@ class AppliedStep:
     slots: IntArray
     epochs: IntArray
     token_ids: IntArray
-    rows: IntArray
-    """Index of these rows in the plan."""
+    """Row after row."""
+    samples: IntArray
+    """Index of these tokens among the plan's samples."""
+    num_tokens: IntArray | None = None
+    """[num_rows] tokens of each row; None: one."""
     finished: list[FinishedRow] = field(default_factory=list)
 
 
@@ -94,7 +104,14 @@ class Scheduler:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self.fence = Fence()
-        self._decode_step = DecodeStep(self.slots, kv, self.fence, self.constraints)
+        self._decode_step = DecodeStep(
+            self.slots,
+            kv,
+            self.fence,
+            self.constraints,
+            num_drafts=config.num_speculative_tokens,
+            budget=config.max_num_batched_tokens,
+        )
         self.admits_new = True
         """False: only requests that have run before get a slot."""
         self.unread: set[str] = set()
@@ -212,28 +229,50 @@ class Scheduler:
         if states is not None:
             num_new = states.cut(running, table.num_computed[running], num_new)
         budget = self.config.max_num_batched_tokens
-        newcomers = self._share_among_prompts(num_new, budget, may_admit)
-        ends = np.cumsum(num_new)
+        drafts = self._places_for_drafts(num_new, budget)
+        newcomers = self._share_among_prompts(num_new, budget - int(drafts.sum()), may_admit)
+        ends = np.cumsum(num_new + drafts)
         if len(ends) and ends[-1] > budget:
-            num_new = np.clip(budget - (ends - num_new), 0, num_new)
+            room = budget - (ends - num_new - drafts)
+            num_new = np.clip(room, 0, num_new)
+            drafts = np.clip(room - num_new, 0, drafts)
         builder = PlanBuilder()
         drop_unseen(table, self.kv, running)
+        if drafts.any():
+            if self._missing_blocks(running, num_new + drafts).sum() > self.kv.pool.num_free:
+                drafts *= 0  # no row loses its blocks to a guess
+            num_new += drafts
         preempted = self._give_blocks(running, num_new, builder)
         chosen = np.flatnonzero(num_new)
-        slots, counts = running[chosen], num_new[chosen]
+        slots, counts, drafts = running[chosen], num_new[chosen], drafts[chosen]
         if states is not None:
             copy_states(table, states, slots, builder)
-        self._advance(slots, counts, counts == want[chosen])
+        self._advance(slots, counts, (counts - drafts == want[chosen]) * (1 + drafts))
         if may_admit and not preempted:
             left = budget - int(counts.sum())
             new_slots, new_counts = self._admit(left, newcomers, builder, now_ns)
             slots = np.concatenate((slots, new_slots))
             counts = np.concatenate((counts, new_counts))
+            drafts = np.concatenate((drafts, np.zeros_like(new_counts)))
         if not len(slots):
             self.constraints.rest()
             return None
-        counts, released = counts.astype(np.int32), tuple(self._released)
-        return builder.build(self._next_step, table, slots=slots, counts=counts, released=released)
+        return builder.build(
+            self._next_step,
+            table,
+            slots=slots,
+            counts=counts.astype(np.int32),
+            drafts=drafts.astype(np.int32),
+            released=tuple(self._released),
+        )
+
+    def _places_for_drafts(self, num_new: IntArray, budget: int) -> IntArray:
+        """[num_running] drafts of the rows that compute a token of their answer."""
+        most, drafts = self.config.num_speculative_tokens, np.zeros_like(num_new)
+        if most:
+            drafts += places_for_drafts(self.slots, self.slots.running, most, budget)
+            drafts *= num_new == 1
+        return drafts
 
     def _share_among_prompts(
         self, num_new: IntArray, budget: int, may_admit: bool
@@ -471,8 +510,9 @@ class Scheduler:
             )
         )
 
-    def _advance(self, slots: IntArray, counts: IntArray, samples: npt.NDArray[np.bool_]) -> None:
-        """Count tokens as computed; rows that reach their newest token will sample one.
+    def _advance(self, slots: IntArray, counts: IntArray, samples: npt.NDArray[Any]) -> None:
+        """Count tokens as computed; rows that reach their newest token will sample one, and one
+        more for each draft.
 
         Then publish full blocks. Only tokens known to the host are hashed: never one in flight.
         """
@@ -517,21 +557,32 @@ class Scheduler:
         self._land(plan.step_id)
         if self._pace is not None:
             self._pace.landed(plan, result)
-        if plan.step_id >= self._newest_loss and len(result.token_ids) == plan.num_rows:
+        is_whole = plan.step_id >= self._newest_loss and not plan.num_drafts
+        if is_whole and len(result.token_ids) == plan.num_rows:
             rows = self._all_rows[: plan.num_rows]
             applied = AppliedStep(plan.slots, plan.epochs, result.token_ids, rows)
+            tokens = result.token_ids
         else:
             alive = self.slots.epoch[plan.slots] == plan.epochs
             sampled = result.num_sampled > 0
-            assert np.count_nonzero(sampled) == len(result.token_ids), "no drafts were planned"
+            is_one_each = np.count_nonzero(sampled) == len(result.token_ids)
+            assert is_one_each or plan.num_drafts, "no drafts were planned"
             self.stats.wasted_tokens += int(plan.num_tokens[~alive].sum())
             if plan.constrained is not None:
                 self._uncount_late(plan, alive & ~sampled, result.corrupt)
             rows = (alive & sampled).nonzero()[0].astype(np.int32)
-            applied = AppliedStep(plan.slots[rows], plan.epochs[rows], result.by_row()[rows], rows)
-        self.stats.generation_tokens += len(rows)
-        slots, tokens = applied.slots, applied.token_ids
-        stopped, ended = self.slots.append_tokens(slots, tokens)
+            tokens = result.last_tokens()[rows]
+            applied = AppliedStep(plan.slots[rows], plan.epochs[rows], tokens, rows)
+        slots = applied.slots
+        if plan.num_drafts:
+            kept = kept_tokens(plan, result, rows)
+            applied.token_ids, applied.samples, applied.num_tokens = kept[:3]
+            self.stats.num_draft_tokens += kept.num_drafted
+            self.stats.num_accepted_tokens += len(kept.token_ids) - len(rows)
+            stopped, ended = append_kept(self.slots, slots, kept)
+        else:
+            stopped, ended = self.slots.append_tokens(slots, tokens)
+        self.stats.generation_tokens += len(applied.token_ids)
         endings = self.constraints.endings(self.slots, slots, tokens, stopped, ended)
         for i, (reason, error) in sorted(endings.items()):
             request = self._release_slot(int(slots[i]))

@@ -26,13 +26,16 @@ class SlotTable:
         [0, num_tokens)                       known to the host, ids in `token_ids`
         [num_tokens, num_tokens+num_pending)  sampled by steps still in flight, ids on the device
         [0, num_computed)                     KV written by steps already planned
+
+    A step with drafts counts as if all of them stayed: the last two are upper bounds until it has
+    landed.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.facts: IntArray = np.zeros((6, max_num_seqs), np.int32)
         """The next six columns as rows of one array, in this order, to be gathered at once."""
-        self._facts_of_ends: IntArray = self.facts[:4]
+        self.facts_of_ends: IntArray = self.facts[:4]
         self.num_tokens, self.num_pending = self.facts[:2]
         self.limit: IntArray = self.facts[2]
         """Total tokens at which the request ends by length."""
@@ -57,12 +60,14 @@ class SlotTable:
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.num_constrained = 0
         """Rows that have a grammar."""
+        self.may_draft = np.zeros(max_num_seqs, np.bool_)
+        """Its tokens may be guessed."""
         self.has_edits = np.zeros(max_num_seqs, np.bool_)
         """Has a logit bias, allowed ids or bad words."""
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
         """-1 if none are requested, or all have been delivered."""
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self._row_of_ids = np.arange(max_num_seqs, dtype=np.int64) * max_model_len
+        self.row_of_ids = np.arange(max_num_seqs, dtype=np.int64) * max_model_len
         """Offset of each slot's tokens in the flattened `token_ids`."""
         self.running: IntArray = np.zeros(0, np.int32)
         """Occupied slots in scheduling order."""
@@ -94,6 +99,7 @@ class SlotTable:
         self.has_minimum[slot] = params.min_tokens > 0
         self.has_grammar[slot] = request.grammar is not None
         self.num_constrained += request.grammar is not None
+        self.may_draft[slot] = request.may_draft
         self.has_edits[slot] = params.edits_logits
         owed = params.prompt_logprobs if request.owes_prompt_logprobs else None
         self.num_prompt_logprobs[slot] = -1 if owed is None else owed
@@ -121,12 +127,23 @@ class SlotTable:
         Returns (rows ended by a stop id, indices of all rows that end, by length included).
         """
         # `take` and `put` need half the time of indexing.
-        lengths, num_pending, limit, stop_after = self._facts_of_ends.take(slots, axis=1)
-        self.token_ids.put(self._row_of_ids.take(slots) + lengths, tokens)
+        lengths, num_pending, limit, stop_after = self.facts_of_ends.take(slots, axis=1)
+        self.token_ids.put(self.row_of_ids.take(slots) + lengths, tokens)
         lengths += 1
         num_pending -= 1
         self.num_tokens.put(slots, lengths)
         self.num_pending.put(slots, num_pending)
+        return self.ended(slots, tokens, lengths, limit, stop_after)
+
+    def ended(
+        self,
+        slots: IntArray,
+        tokens: IntArray,
+        lengths: IntArray,
+        limit: IntArray,
+        stop_after: IntArray,
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
+        """See `append_tokens`. tokens: the newest of each row."""
         is_stop = self.stop_ids.take(slots, axis=0) == tokens[:, None]
         stopped = np.logical_or.reduce(is_stop, axis=1)
         if self.more_stops:

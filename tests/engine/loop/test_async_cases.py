@@ -36,8 +36,8 @@ tests/engine.
     device/runner/test_request_state.py::test_a_reused_slot_keeps_nothing_of_its_last_owner
 16. The host's lengths lag behind the device's:
     loop/test_async_plans.py::test_the_hosts_lengths_are_never_below_the_devices
-17. A rejected draft was counted as computed. There are no drafts:
-    loop/test_async_plans.py::test_no_plan_holds_drafts_and_no_result_may_bring_two_tokens_a_row
+17. A rejected draft was counted as computed:
+    loop/test_draft_steps.py::test_a_step_keeps_the_right_drafts_and_one_token_more
 18. A placeholder outlives its step. There are none:
     loop/test_async_plans.py::test_a_token_in_flight_never_stands_in_a_plan_as_a_placeholder
 19. A grammar's mask needs a token in flight:

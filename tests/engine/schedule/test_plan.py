@@ -39,6 +39,25 @@ def assert_same_state(one: Scheduler, two: Scheduler) -> None:
     assert one.kv.pool.num_cached == two.kv.pool.num_cached
 
 
+def accepted(
+    plan: StepPlan, samples: np.ndarray, scheduler: Scheduler, rng: np.random.Generator
+) -> StepResult:
+    """The result of a step with drafts: any number of them stays, up to the end of the request."""
+    table, kept = scheduler.slots, []
+    for row, (slot, num_drafts) in enumerate(zip(plan.slots, plan.num_draft_tokens, strict=True)):
+        tokens: list[int] = []
+        if samples[row] and table.epoch[slot] == plan.epochs[row]:
+            request, length = table.request_at(int(slot)), int(table.num_tokens[slot])
+            for place in range(length, length + 1 + int(rng.integers(0, num_drafts + 1))):
+                tokens.append(next_token(np.asarray([slot, place])))
+                if tokens[-1] in request.stop_token_ids or place + 1 == request.max_total_tokens:
+                    break
+        kept.append(tokens)
+    flat = np.asarray([token for tokens in kept for token in tokens], np.int32)
+    counts = np.asarray([len(tokens) for tokens in kept], np.int32)
+    return StepResult(plan.step_id, counts, flat, None, started_ns=0, ended_ns=0)
+
+
 def result_of(
     plan: StepPlan, samples: np.ndarray, scheduler: Scheduler, late: np.ndarray
 ) -> StepResult:
@@ -66,6 +85,12 @@ def test_both_ways_of_planning_agree_at_every_step(
 ) -> None:
     planned, _ = compare(seed, monkeypatch)
     assert any(planned) and not all(planned)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 5])
+def test_they_agree_on_drafts(num_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = [compare(seed, monkeypatch, num_drafts=num_drafts)[0] for seed in range(40, 46)]
+    assert all(any(ways) and not all(ways) for ways in planned)
 
 
 def test_they_agree_beside_rows_under_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,16 +132,19 @@ class Pair:
         for scheduler in (self.quick, self.slow):
             states = [request.grammar for request in scheduler.requests.values()]
             scheduler.constraints._filler.wait(filter(None, states), 10.0)
-        result = result_of(step.plans[0], step.samples, self.quick, step.late)
+        if self.quick.config.num_speculative_tokens:
+            result = accepted(step.plans[0], step.samples, self.quick, self.rng)
+        else:
+            result = result_of(step.plans[0], step.samples, self.quick, step.late)
         one = self.quick.apply(step.plans[0], result)
         two = self.slow.apply(step.plans[1], result)
         assert one.token_ids.tolist() == two.token_ids.tolist()
-        assert one.rows.tolist() == two.rows.tolist()
+        assert one.samples.tolist() == two.samples.tolist()
         assert one.finished == two.finished
 
 
 def compare(
-    seed: int, monkeypatch: pytest.MonkeyPatch, *, grammars: float = 0.0
+    seed: int, monkeypatch: pytest.MonkeyPatch, *, grammars: float = 0.0, num_drafts: int = 0
 ) -> tuple[list[bool], int]:
     """Compare both plans of each step. Returns for each whether the fast path planned it, and how
     many of those had a row under a grammar. grammars: the share of requests that have one. No mask
@@ -128,6 +156,7 @@ def compare(
         "max_num_seqs": int(rng.integers(1, 8)),
         "max_num_batched_tokens": int(rng.choice([8, 100])),
         "caching": bool(rng.random() < 0.7),
+        "num_drafts": num_drafts,
     }
     print(f"seed {seed} {settings}")
     quick, slow = make_scheduler(**settings), make_scheduler(**settings)

@@ -11,8 +11,8 @@ from core_harness import CoreDriver
 from termgen.engine.loop.snapshot import copy_state
 from termgen.tui.dashboard.state.request_history import Doing, RequestHistory, token_times
 from termgen.vocabulary.events import RequestEvent, RequestEventKind, StepRecord
+from termgen.vocabulary.model_info import GraphStatus
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import GraphStatus
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 

@@ -52,6 +52,7 @@ from termgen.engine.device.runner.weight_reads import weight_reads
 from termgen.errors import ConfigError, ModelNotFoundError
 from termgen.vocabulary.cache_groups import tokens_held
 from termgen.vocabulary.memory_ledger import MemoryLedger
+from termgen.vocabulary.model_info import DeviceInfo
 from termgen.vocabulary.sampling_params import MAX_EOS_IDS
 from termgen.vocabulary.startup_phases import (
     COMPILING_KERNELS,
@@ -61,7 +62,6 @@ from termgen.vocabulary.startup_phases import (
     RECORDING_GRAPHS,
     SIZING_CACHE,
 )
-from termgen.vocabulary.step import DeviceInfo
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,8 @@ from termgen.engine.device.runner.input_batch import InputBatch, RowHeader
 from termgen.engine.device.runner.memory import is_out_of_memory
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs, Recorder
 from termgen.engine.device.sampling.token_ring import TokenRing
-from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, GraphStatus, StepPlan
+from termgen.vocabulary.model_info import GraphStatus
+from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT, StepPlan
 
 NamedTensor = tuple[str, torch.Tensor]
 

@@ -23,8 +23,8 @@ from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.warm_up import run_largest_steps
 from termgen.errors import EngineError, TermgenError
 from termgen.vocabulary.memory_ledger import size
+from termgen.vocabulary.model_info import DeviceInfo
 from termgen.vocabulary.startup_phases import LOADING_WEIGHTS, RECORDING_GRAPHS, SIZING_CACHE
-from termgen.vocabulary.step import DeviceInfo
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.warm_up import heaviest_run
 from termgen.engine.loop.engine import SyncEngine
 from termgen.vocabulary.memory_ledger import GIB, MIB, MemoryLedger, size
-from termgen.vocabulary.step import DeviceInfo
+from termgen.vocabulary.model_info import DeviceInfo
 
 
 def test_the_parts_are_what_was_taken_and_add_up() -> None:

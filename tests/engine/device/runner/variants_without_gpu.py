@@ -52,9 +52,10 @@ from termgen.engine.loop.core import EngineCore
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.engine.schedule.state_cache import StateCache
+from termgen.vocabulary.model_info import GraphStatus
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import GraphStatus, StepPlan, StepResult
+from termgen.vocabulary.step import StepPlan, StepResult
 from termgen.vocabulary.token_mask import IntArray, faults_of
 
 KINDS: list[dict[str, Any]] = [

@@ -1,0 +1,79 @@
+"""The scheduler's part of speculation: how many places for drafts a row gets, and which of a landed
+step's tokens are its own.
+
+A row with drafts computes and draws several tokens in one step; the device keeps those that the
+model draws as well, and one more. The host plans as if all stayed and corrects its counts when the
+step lands. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from termgen.engine.schedule.slot_table import SlotTable
+from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.step import StepPlan, StepResult
+
+
+def places_for_drafts(table: SlotTable, rows: IntArray, most: int, budget: int) -> IntArray:
+    """[num_rows] drafts that each of these running rows may compute in a step: `most`, where it has
+    generated a token and computes no more than its newest, as far as its limit and the step's
+    budget allow."""
+    num_tokens, num_pending, limit, _, num_computed, _ = table.facts.take(rows, axis=1)
+    known = num_tokens + num_pending
+    most = min(most, (budget - len(rows)) // max(1, len(rows)))
+    drafts: IntArray = np.clip(limit - known - 1, 0, max(0, most)).astype(np.int32)
+    drafts *= (known - num_computed == 1) & (known > table.num_prompt.take(rows))
+    drafts *= table.may_draft.take(rows)
+    return drafts
+
+
+class KeptTokens(NamedTuple):
+    """Tokens that rows of a landed step keep, one or more of each."""
+
+    token_ids: IntArray
+    """Row after row."""
+    samples: IntArray
+    """Their places among the plan's samples."""
+    counts: IntArray
+    """[num_rows] tokens of each row."""
+    places: IntArray
+    """[num_rows] places for drafts that each row had in the plan."""
+    num_drafted: int
+    """Drafts that were in these places."""
+
+
+def kept_tokens(plan: StepPlan, result: StepResult, rows: IntArray) -> KeptTokens:
+    """rows: those of the plan that sampled and have their slots."""
+    counts, places = result.num_sampled[rows], plan.num_draft_tokens[rows]
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = np.cumsum(result.num_sampled) - result.num_sampled
+    drafted = places if result.num_drafted is None else result.num_drafted[rows]
+    return KeptTokens(
+        result.token_ids[np.repeat(begins[rows], counts) + within],
+        np.repeat(plan.first_samples()[rows], counts) + within,
+        counts,
+        places,
+        int(drafted.sum()),
+    )
+
+
+def append_kept(
+    table: SlotTable, slots: IntArray, kept: KeptTokens
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
+    """Add landed tokens to these rows, and uncount the drafts that did not stay. Returns as
+    `SlotTable.append_tokens`: the device cuts a row's tokens behind its end."""
+    lengths, num_pending, limit, stop_after = table.facts_of_ends.take(slots, axis=1)
+    ends = np.cumsum(kept.counts)
+    first = table.row_of_ids.take(slots) + lengths - (ends - kept.counts)
+    table.token_ids.put(
+        np.repeat(first, kept.counts) + np.arange(len(kept.token_ids)), kept.token_ids
+    )
+    lengths += kept.counts
+    table.num_tokens.put(slots, lengths)
+    table.num_pending.put(slots, num_pending - 1 - kept.places)
+    table.num_computed[slots] -= 1 + kept.places - kept.counts
+    return table.ended(slots, kept.token_ids.take(ends - 1), lengths, limit, stop_after)

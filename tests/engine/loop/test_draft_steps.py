@@ -1,0 +1,131 @@
+"""Steps with drafts through the whole loop: what stays, what it saves, and what has none."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from core_harness import CoreDriver
+from scripted_device import next_token
+
+from termgen.vocabulary.step import StepPlan
+
+DEPTHS = (1, 2, 5)
+
+
+def driver_of(depth: int, num_drafts: int, num_right: int, **settings: object) -> CoreDriver:
+    """Its device guesses the next `num_right` tokens rightly each time, and no further one."""
+    driver = CoreDriver(depth=depth, num_drafts=num_drafts, **settings)  # type: ignore[arg-type]
+    device = driver.executor.device
+
+    def guess(slot: int) -> None:
+        length, ids = int(device.num_tokens[slot]), device.token_ids[slot]
+        for place in range(length, min(length + num_drafts, len(ids))):
+            right = next_token(ids[:place], device.vocab)
+            ids[place] = right if place < length + num_right else (right + 1) % device.vocab
+
+    device._guess = guess  # type: ignore[method-assign]
+    return driver
+
+
+def decodes(driver: CoreDriver) -> list[StepPlan]:
+    return [plan for plan in driver.executor.plans if plan.is_decode]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("num_right", [0, 2, 4])
+def test_a_step_keeps_the_right_drafts_and_one_token_more(depth: int, num_right: int) -> None:
+    driver = driver_of(depth, 4, num_right)
+    one, two = driver.submit("one", [1, 2, 3], max_tokens=60), driver.submit("two", [4], n=1)
+    driver.abort("two")
+    driver.run()
+    assert one.tokens == driver.reference(one) and not two.tokens
+    stats = driver.scheduler.stats
+    assert stats.generation_tokens == 60
+    num_steps = sum(plan.num_rows for plan in decodes(driver))
+    # The first token comes from the prompt; at the end there is no room for all drafts.
+    fewest = -(-59 // (1 + num_right))
+    assert fewest <= num_steps <= fewest + 4
+    assert stats.num_accepted_tokens == 59 - num_steps
+    assert stats.num_draft_tokens == sum(plan.num_drafts for plan in driver.executor.plans)
+    driver.assert_drained()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_rows_whose_draws_depend_on_the_drafts_before_have_none(depth: int) -> None:
+    driver = driver_of(depth, 3, 3)
+    plain = driver.submit("plain", [1, 2, 3], max_tokens=30)
+    penalised = driver.submit("penalised", [4, 5], max_tokens=30, presence_penalty=0.5)
+    driver.run()
+    by_slot = {bearer.residencies[0][0]: bearer for bearer in (plain, penalised)}
+    drafts = dict.fromkeys(by_slot.values(), 0)
+    for plan in driver.executor.plans:
+        for slot, count in zip(plan.slots.tolist(), plan.num_draft_tokens.tolist(), strict=True):
+            drafts[by_slot[slot]] += count
+    assert drafts[plain] > 0 == drafts[penalised]
+    for bearer in (plain, penalised):
+        assert bearer.tokens == driver.reference(bearer)
+
+
+def test_drafts_take_no_token_of_the_budget_from_others() -> None:
+    """Eight rows, 19 tokens a step: one draft each, and prompts with what is left."""
+    driver = driver_of(1, 6, 6, max_num_batched_tokens=19)
+    for i in range(8):
+        driver.submit(str(i), [i, 1], max_tokens=40)
+    for _ in range(6):
+        driver.step()
+    full = [plan for plan in decodes(driver) if plan.num_rows == 8]
+    assert full and all(plan.num_draft_tokens.tolist() == [1] * 8 for plan in full)
+    assert all(plan.total_tokens <= 19 for plan in driver.executor.plans)
+    driver.run()
+    for bearer in driver.bearers:
+        assert bearer.tokens == driver.reference(bearer)
+
+
+def test_no_request_is_preempted_for_a_guess() -> None:
+    """Blocks for every token that two requests ever know, and not for the drafts beyond."""
+    settings = {"num_blocks": 1 + 2 * 12, "block_size": 1, "max_model_len": 12}
+    driver = driver_of(1, 5, 0, **settings)
+    for i in range(2):
+        driver.submit(str(i), [i, 1], max_tokens=10)
+    driver.run()
+    assert driver.scheduler.stats.num_preemptions == 0
+    assert any(plan.num_drafts for plan in driver.executor.plans)
+    for bearer in driver.bearers:
+        assert bearer.tokens == driver.reference(bearer)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_stop_token_among_the_drafts_ends_the_answer_there(depth: int) -> None:
+    for first in itertools.count():
+        driver = driver_of(depth, 6, 6)
+        bearer = driver.submit("x", [first, 2], max_tokens=40)
+        answer = driver.reference(bearer)
+        stop = answer[9]
+        if answer.index(stop) == 9:
+            break
+    driver = driver_of(depth, 6, 6)
+    bearer = driver.submit("x", [first, 2], max_tokens=40, stop_token_ids=(stop,))
+    driver.run()
+    assert bearer.tokens == answer[:10]
+    assert bearer.ending is not None and bearer.ending.stop_token_id == stop
+    driver.assert_drained()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_each_token_comes_with_its_own_log_probabilities(depth: int) -> None:
+    driver = driver_of(depth, 3, 2)
+    bearer = driver.submit("x", [3, 1], max_tokens=25, logprobs=1)
+    driver.run()  # the driver checks the row of each
+    assert len(bearer.tokens) == bearer.num_logprobs == 25
+
+
+def test_a_shared_prefix_holds_no_rejected_draft() -> None:
+    driver = driver_of(2, 5, 1, block_size=2)
+    bearer = driver.submit("x", [3, 1, 4, 1, 5], max_tokens=30)
+    driver.run()
+    history = [3, 1, 4, 1, 5, *bearer.tokens]
+    again = driver.submit("y", history, max_tokens=10)
+    driver.run()
+    assert again.num_cached_tokens >= len(history) - 3
+    assert again.tokens == driver.reference(again)
