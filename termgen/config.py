@@ -17,6 +17,7 @@ from typing import Any
 from termgen.errors import ConfigError
 from termgen.vocabulary.alerts import MOST as ALERTS
 from termgen.vocabulary.alerts import parse_alerts
+from termgen.vocabulary.device.speculation import parse_speculative_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -248,6 +249,12 @@ class EngineConfig:
     async_scheduling: bool | None = setting(
         None, "plan the next step while one runs (default: on a GPU)"
     )
+    speculative_config: str | None = setting(
+        None,
+        "guess several tokens of an answer at once and keep those that the model would have "
+        'written: ngram, none, or JSON as {"method": "ngram", "num_speculative_tokens": 4}; the '
+        "answer is the same (on a CPU; default: none)",
+    )
     run_ahead_ms: float = setting(
         20.0,
         "with async scheduling: longest pause of this process, in milliseconds, that steps queued "
@@ -312,6 +319,8 @@ class EngineConfig:
                 "every running request needs at least one token of the budget",
                 param="max_num_batched_tokens",
             )
+        if self.speculative_config is not None:
+            parse_speculative_config(self.speculative_config)
         if self.kv_cache_gib is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError(
                 "kv_cache_gib and num_gpu_blocks_override both size the KV cache; give one",

@@ -104,5 +104,7 @@ class DeviceInfo:
     rows; 0 for models without such layers."""
     layers: tuple[int, ...] = ()
     """Number of layers of each group."""
+    num_drafts: int = 0
+    """Most tokens of a row that are guessed in a step."""
     num_untuned: int = 0
     """Shapes of weights whose products were not measured on this GPU, and can be."""

@@ -142,10 +142,20 @@ class StepPlan(NamedTuple):
         """Tokens that the device draws: one for each row, and one more for each of its drafts."""
         return len(self.slots) + self.num_drafts
 
-    def first_samples(self) -> IntArray:
-        """[num_rows] index of each row's first sample; the others follow it."""
-        ends = np.cumsum(self.num_draft_tokens) - self.num_draft_tokens
-        return np.arange(self.num_rows, dtype=np.int32) + ends.astype(np.int32)
+    @property
+    def num_single_rows(self) -> int:
+        """Rows at the front that compute one token each."""
+        is_longer = self.num_tokens > 1
+        return int(is_longer.argmax()) if is_longer.any() else self.num_rows
+
+    def with_drafts(self, num_drafts: IntArray) -> StepPlan:
+        """The plan with no more drafts than these [num_rows]."""
+        drafts = np.minimum(self.num_draft_tokens, num_drafts).astype(np.int32)
+        return self._replace(
+            num_tokens=self.num_tokens - (self.num_draft_tokens - drafts),
+            num_draft_tokens=drafts,
+            num_drafts=int(drafts.sum()),
+        )
 
     @property
     def changes_rows(self) -> bool:
@@ -188,7 +198,7 @@ class StepResult(NamedTuple):
     token_ids: IntArray
     """[sum(num_sampled)] sampled tokens, row after row."""
     logprobs: StepLogprobs | None
-    """Every sample of the plan has a row, kept or not."""
+    """A row for each sample, kept or not."""
     started_ns: int
     """perf_counter_ns when the device began the step, by the device's clock where it has one."""
     ended_ns: int
@@ -205,7 +215,8 @@ class StepResult(NamedTuple):
     corrupt: IntArray | None = None
     """[num_corrupt] rows that were to sample but had NaN or infinite logits."""
     num_drafted: IntArray | None = None
-    """[num_rows] drafts that were there to fill the plan's places for them; None: all."""
+    """[num_rows] drafts that were there to fill the plan's places for them: each row has one sample
+    more than these. None: all places."""
     seen_ns: int = 0
     """perf_counter_ns when the thread that waited for the step woke up; 0: when it got this
     result."""

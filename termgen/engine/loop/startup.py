@@ -178,6 +178,7 @@ def _make_scheduler(config: EngineConfig, info: DeviceInfo, is_live: bool) -> Sc
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         adaptive_prefill=_for_live(config.adaptive_prefill, is_live),
         policy=config.scheduling_policy,
+        num_speculative_tokens=info.num_drafts,
     )
     return Scheduler(limits, kv)
 

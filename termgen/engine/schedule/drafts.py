@@ -37,7 +37,7 @@ class KeptTokens(NamedTuple):
     token_ids: IntArray
     """Row after row."""
     samples: IntArray
-    """Their places among the plan's samples."""
+    """Their indices among the step's samples."""
     counts: IntArray
     """[num_rows] tokens of each row."""
     places: IntArray
@@ -51,13 +51,14 @@ def kept_tokens(plan: StepPlan, result: StepResult, rows: IntArray) -> KeptToken
     counts, places = result.num_sampled[rows], plan.num_draft_tokens[rows]
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = np.cumsum(result.num_sampled) - result.num_sampled
-    drafted = places if result.num_drafted is None else result.num_drafted[rows]
+    drafted = plan.num_draft_tokens if result.num_drafted is None else result.num_drafted
+    first = np.arange(plan.num_rows) + np.cumsum(drafted) - drafted
     return KeptTokens(
         result.token_ids[np.repeat(begins[rows], counts) + within],
-        np.repeat(plan.first_samples()[rows], counts) + within,
+        (np.repeat(first[rows], counts) + within).astype(np.int32),
         counts,
         places,
-        int(drafted.sum()),
+        int(drafted[rows].sum()),
     )
 
 

@@ -79,7 +79,7 @@ class AppliedStep:
     token_ids: IntArray
     """Row after row."""
     samples: IntArray
-    """Index of these tokens among the plan's samples."""
+    """Index of these tokens among the step's samples."""
     num_tokens: IntArray | None = None
     """[num_rows] tokens of each row; None: one."""
     finished: list[FinishedRow] = field(default_factory=list)

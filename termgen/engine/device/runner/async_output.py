@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from termgen.engine.device.runner.dispatch import Dispatch
@@ -28,9 +29,9 @@ at this distance still resolve quarters of a microsecond."""
 class StepTensors:
     """A step's results on the device."""
 
-    tokens: torch.Tensor  # [B] int32, -1 for a row that sampled none, or CORRUPT_TOKEN
+    tokens: torch.Tensor  # [S] int32, -1 for a sample that does not count, or CORRUPT_TOKEN
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    """[B, 1 + K], [B, 1 + K] and [B], as in `LogprobTensors`."""
+    """[S, 1 + K], [S, 1 + K] and [S], as in `LogprobTensors`."""
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """The same for the N prompt tokens of the plan's spans."""
 
@@ -57,12 +58,14 @@ class Launch:
     model_span_ns: tuple[int, int] = (0, 0)
     """See `StepResult`."""
     num_late_compiles: int = 0
+    num_drafted: IntArray | None = None
+    """See `StepResult`."""
 
 
 class HostRows(NamedTuple):
     """Results of a step in memory of the host, there when the step has ended and reused later."""
 
-    tokens: IntArray  # [num_rows]
+    tokens: IntArray  # [num_samples]
     logprobs: StepLogprobs | None = None
 
 
@@ -100,12 +103,12 @@ class RecordedOutput:
             clock, mark = launch.device_start
             started_ns, ended_ns = clock.read(mark, self._device_end, ended_ns)
         plan, dispatch = launch.plan, launch.dispatch
-        tokens = tokens[: plan.num_rows].copy()  # the memory is reused
+        tokens = tokens[: plan.num_samples].copy()  # the memory is reused
         num_sampled, corrupt = plan.num_tokens, None
-        if not plan.is_decode or np.minimum.reduce(tokens, initial=0) < 0:  # some row sampled none
+        if not plan.is_decode or plan.num_drafts or np.minimum.reduce(tokens, initial=0) < 0:
             is_sampled = tokens >= 0
-            corrupt = (tokens == CORRUPT_TOKEN).nonzero()[0].astype(np.int32)
-            num_sampled, tokens = is_sampled.astype(np.int32), tokens[is_sampled]
+            corrupt = by_row(plan, tokens == CORRUPT_TOKEN).nonzero()[0].astype(np.int32)
+            num_sampled, tokens = by_row(plan, is_sampled), tokens[is_sampled]
         return StepResult(
             step_id=plan.step_id,
             num_sampled=num_sampled,
@@ -119,9 +122,19 @@ class RecordedOutput:
             num_late_compiles=launch.num_late_compiles,
             prompt_logprobs=prompt_logprobs,
             corrupt=corrupt if corrupt is not None and len(corrupt) else None,
+            num_drafted=launch.num_drafted,
             seen_ns=seen_ns,
             model_span_ns=launch.model_span_ns,
         )
+
+
+def by_row(plan: StepPlan, are: npt.NDArray[np.bool_]) -> IntArray:
+    """[num_rows] how many of a row's samples are so."""
+    if not plan.num_drafts:
+        return are.astype(np.int32)
+    drafts = plan.num_draft_tokens
+    first = np.arange(plan.num_rows) + np.cumsum(drafts) - drafts
+    return np.add.reduceat(are, first, dtype=np.int32)
 
 
 class AsyncOutput(RecordedOutput):

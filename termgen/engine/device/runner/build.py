@@ -20,6 +20,8 @@ from termgen.engine.device import native
 from termgen.engine.device.attention.base import AttentionShape
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.drafting.base import Drafter
+from termgen.engine.device.drafting.ngram import NgramDrafter
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.kernels.gemm.tuned_tables import TunedTables
 from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
@@ -51,6 +53,7 @@ from termgen.engine.device.runner.warm_up import dummy_run, run_largest_steps, w
 from termgen.engine.device.runner.weight_reads import weight_reads
 from termgen.errors import ConfigError, ModelNotFoundError
 from termgen.vocabulary.cache_groups import tokens_held
+from termgen.vocabulary.device.speculation import FIELD, parse_speculative_config
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.model_info import DeviceInfo
 from termgen.vocabulary.sampling_params import MAX_EOS_IDS
@@ -183,6 +186,31 @@ def _make_runner(
         spins=resolve.resolve_wait(config.device_wait),
         debug=config.debug,
         caches_states=config.enable_prefix_caching,
+        drafter=make_drafter(config, model_config, shape.device, limits.max_num_seqs),
+    )
+
+
+def make_drafter(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, max_num_seqs: int
+) -> Drafter | None:
+    """Raises ConfigError where drafts were asked for and cannot be made."""
+    if config.speculative_config is None:
+        return None
+    wanted = parse_speculative_config(config.speculative_config)
+    if not wanted.num_drafts:
+        return None
+    why_not = ""
+    if device.type != "cpu":
+        why_not = "drafts are made on a CPU only so far"
+    elif model_config.linear is not None:
+        why_not = "the states of recurrent layers take up every token, so no draft can be dropped"
+    if why_not:
+        raise ConfigError(f"{FIELD}: {why_not}; leave it out", param=FIELD)
+    return NgramDrafter(
+        wanted.num_drafts,
+        num_slots=max_num_seqs,
+        shortest=wanted.prompt_lookup_min,
+        longest=wanted.prompt_lookup_max,
     )
 
 
@@ -244,6 +272,7 @@ def _describe(
         num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
         num_cores=len(resolve.usable_cpus()),
         quantization=quantization,
+        num_drafts=0 if runner.drafter is None else runner.drafter.num_tokens,
     )
 
 

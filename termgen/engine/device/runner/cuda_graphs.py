@@ -335,7 +335,7 @@ class FullGraphs:
     def pushed(self, plan: StepPlan) -> StepTensors | HostRows:
         """What the last launched step pushes to the ring, valid for RING_SIZE steps: in host memory
         if mapped, else on the device."""
-        row, ring, num_rows = self._next_ring_row, self.ring, plan.num_rows
+        row, ring, num_rows = self._next_ring_row, self.ring, plan.num_samples
         self._next_ring_row = (row + 1) % RING_SIZE
         most = plan.sampling.max_logprobs
         if ring.host is None:

@@ -14,6 +14,7 @@ import torch
 
 from termgen.engine.device.attention.base import AttentionMetadata
 from termgen.engine.device.attention.groups import by_group
+from termgen.engine.device.drafting.acceptance import Samples
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.recurrent.base import RecurrentMetadata
 from termgen.engine.device.runner.request_state import RequestState
@@ -30,14 +31,16 @@ class InputBatch:
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
     logits_indices: torch.Tensor | None
-    """[B] int64, each row's last token; None where each row has one."""
+    """[S] int64, the tokens behind which one is drawn; None for all."""
     metadata: tuple[AttentionMetadata, ...]
     """One for each group of layers."""
     recurrent: RecurrentMetadata | None = None
     """For models with recurrent layers."""
+    samples: Samples | None = None
+    """Of a step with drafts; else S is B, the last token of each row."""
 
-    def last_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [B, ...]: the values of each row's last token."""
+    def sampled(self, values: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [S, ...]: the values of the tokens behind which one is drawn."""
         return values if self.logits_indices is None else values[self.logits_indices]
 
 
@@ -78,15 +81,19 @@ class InputBuffers:
         max_seq_len = int((plan.num_computed + plan.num_tokens).max())
         if plan.total_tokens == plan.num_rows:
             return self.prepare_decode(slots, num_tokens, state, max_seq_len=max_seq_len)
-        return self.prepare_ragged(
+        batch = self.prepare_ragged(
             slots,
             num_tokens,
             state,
             total=plan.total_tokens,
-            num_decodes=int(np.count_nonzero(plan.num_tokens == 1)),
+            num_decodes=plan.num_single_rows,
             max_query_len=int(plan.num_tokens.max()),
             max_seq_len=max_seq_len,
         )
+        if plan.num_drafts:
+            samples = batch.samples = Samples.of_plan(plan, slots.device)
+            batch.logits_indices = num_tokens.cumsum(0)[samples.rows] - 1 - samples.behind
+        return batch
 
     def prepare_ragged(
         self,

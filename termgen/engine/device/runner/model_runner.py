@@ -21,6 +21,8 @@ import torch
 from termgen.engine.device.attention.base import ForwardContext
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.drafting.acceptance import Samples, keep_drawn
+from termgen.engine.device.drafting.base import Drafter
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.kernels.kv_cache import fill_with_nan
 from termgen.engine.device.models.decoder import CausalDecoder
@@ -72,9 +74,11 @@ class ModelOutput:
 
     slots: torch.Tensor  # [B] int64
     num_tokens: torch.Tensor  # [B] int64
-    hidden: torch.Tensor  # [B, hidden], normed, of each row's last token
+    hidden: torch.Tensor  # [S, hidden], normed, of the tokens behind which one is drawn
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """See `StepTensors`."""
+    samples: Samples | None = None
+    """See `InputBatch`."""
     span_ns: tuple[int, int] = (0, 0)
     """On a CPU, perf_counter_ns when the model began and when it had ended. A GPU runs the model
     later than the host calls it."""
@@ -100,6 +104,7 @@ class ModelRunner:
         spins: bool = False,
         debug: bool = False,
         caches_states: bool = True,
+        drafter: Drafter | None = None,
     ) -> None:
         """spins: never sleep while a recorded step runs. debug: check addresses at every replay.
         caches_states: have room for as many copies of recurrent states as there are rows."""
@@ -112,6 +117,7 @@ class ModelRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.debug = debug
+        self.drafter = drafter
         self.sampler = Sampler()
         self.fused_sampler: FusedSampler | None = None
         self._gather = gather_logprobs
@@ -234,9 +240,10 @@ class ModelRunner:
         )
         # Only termgen's kernels can write to host memory.
         is_mapped = self.state.fused and self.device.type == "cuda"
+        num_drafts = self.drafter.num_tokens if self.drafter is not None else 0
         ring = TokenRing(
             RING_SIZE,
-            max(size, pad_row),
+            max(size, pad_row) * (1 + num_drafts),
             self.device,
             num_logprobs=min(MAX_LOGPROBS, self.state.vocab_size),
             is_mapped=is_mapped,
@@ -307,6 +314,10 @@ class ModelRunner:
             start = clock.start() if clock is not None and clock.is_busy else None
             with torch.inference_mode(), self.watch_compiles():
                 self.state.update(plan)
+        num_drafted = None
+        if plan.num_drafts:
+            plan = plan.with_drafts(self.state.num_drafts.numpy()[plan.slots])
+            num_drafted = plan.num_draft_tokens
         if self.states:
             self._copy_states(plan)
         if plan.given_up is not None:
@@ -317,7 +328,7 @@ class ModelRunner:
                 self.state.masks.upload(plan.slots[plan.constrained])
         if clock is not None and start is None:
             start = clock.start()
-        return Launch(plan, dispatch, started_ns, start)
+        return Launch(plan, dispatch, started_ns, start, num_drafted=num_drafted)
 
     @torch.inference_mode()
     def _copy_states(self, plan: StepPlan) -> None:
@@ -358,13 +369,15 @@ class ModelRunner:
         began_ns = time.perf_counter_ns() if is_timed else 0
         hidden = self._hidden(batch, None if plan.prompt_spans else batch.logits_indices)
         span_ns = (began_ns, time.perf_counter_ns()) if is_timed else (0, 0)
-        if not plan.prompt_spans:
-            return ModelOutput(batch.slots, batch.num_tokens, hidden, span_ns=span_ns)
-        of_prompts = prompt_logprobs(
-            plan, hidden, self.state, self.model.compute_logits, self._gather
+        of_prompts = None
+        if plan.prompt_spans:
+            of_prompts = prompt_logprobs(
+                plan, hidden, self.state, self.model.compute_logits, self._gather
+            )
+            hidden = batch.sampled(hidden)
+        return ModelOutput(
+            batch.slots, batch.num_tokens, hidden, of_prompts, batch.samples, span_ns
         )
-        hidden = batch.last_tokens(hidden)
-        return ModelOutput(batch.slots, batch.num_tokens, hidden, of_prompts, span_ns)
 
     def _launch(self, launch: Launch) -> RecordedOutput:
         """Launch a step that no recording holds whole."""
@@ -375,7 +388,11 @@ class ModelRunner:
             of_prompts = output.prompt_logprobs
             ring = self.graphs.ring if of_prompts is None else None  # which needs no copy
             logits = self.model.compute_logits(output.hidden)
-            sampled = self._sample(output.slots, output.num_tokens, logits, plan.sampling, ring)
+            slots, num_tokens, samples = output.slots, output.num_tokens, output.samples
+            sampled = self._sample(slots, num_tokens, logits, plan.sampling, ring, samples)
+            if self.drafter is not None:
+                took_ns = time.perf_counter_ns() - launch.started_ns
+                self.drafter.step_ended(plan, took_ns, self.state)
         if ring is not None:
             return self._land(launch, self.graphs.pushed(plan))
         return self._land(launch, replace(sampled, prompt_logprobs=of_prompts))
@@ -422,14 +439,22 @@ class ModelRunner:
         self,
         slots: torch.Tensor,  # [B] int64
         num_tokens: torch.Tensor,  # [B] int64
-        logits: torch.Tensor,  # [B, V]
+        logits: torch.Tensor,  # [S, V]
         needs: SamplingNeeds,
         ring: TokenRing | None,
+        samples: Samples | None = None,
     ) -> StepTensors:
         """Sampling and state update. Kernels with a ring leave log-probabilities there alone."""
         state = self.state
         if needs.grammar:
             num_tokens = state.await_masks(slots, num_tokens)
+        if samples is not None:
+            at = slots[samples.rows], num_tokens[samples.rows] - samples.behind
+            output = self.sampler(logits.float(), state.sampling_metadata(*at, needs))
+            tokens = keep_drawn(
+                state, slots, num_tokens, output.token_ids, samples, ring, output.logprobs
+            )
+            return StepTensors(tokens, output.logprobs)
         if self.fused_sampler is None:
             meta = state.sampling_metadata(slots, num_tokens, needs)
             output = self.sampler(logits.float(), meta)

@@ -21,7 +21,6 @@ from copy import copy
 from functools import partial
 from typing import cast
 
-import numpy as np
 import torch
 
 from termgen.engine.device.attention.base import ForwardContext
@@ -136,7 +135,7 @@ class PiecewiseGraphs:
             self.state.block_tables[:, slots, :num_blocks],
             num_rows=num_rows,
             num_tokens=num_tokens,
-            num_decodes=int(np.count_nonzero(plan.num_tokens == 1)),
+            num_decodes=plan.num_single_rows,
             max_query_len=int(plan.num_tokens.max()),
             max_seq_len=max_seq_len,
         )

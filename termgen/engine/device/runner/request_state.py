@@ -87,6 +87,8 @@ class RequestState:
         """[R, V] int32 tokens of requests with penalties; see `metadata`."""
         self.edits = LogitEditTables(rows, vocab_size, device)
         """Logit biases, allowed ids and bad words."""
+        self.num_drafts = torch.zeros(rows, dtype=torch.int64, device=device)
+        """Guesses of a drafter, in `token_ids` behind a row's own tokens."""
 
     def update(self, plan: StepPlan) -> None:
         """Update the rows to a plan: release, add, append blocks, in that order."""
@@ -121,22 +123,24 @@ class RequestState:
     def sampling_metadata(
         self,
         slots: torch.Tensor,  # [B] int64
-        num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
+        num_tokens: torch.Tensor,  # [B] int64, up to where a row draws, not yet in num_computed
         needs: SamplingNeeds,
     ) -> SamplingMetadata:
-        """Inputs of the torch sampler, for steps that kernels do not sample."""
+        """Inputs of the torch sampler, for steps that kernels do not sample. A row may draw at
+        several places, as if it were several."""
         output_counts = prompt_mask = None
         if needs.penalties:
             packed = self.token_counts[slots]
             output_counts, prompt_mask = packed & COUNT_MASK, packed < 0
-        suppress_stop = self.total_len[slots] < self.min_total[slots]
+        positions = self.num_computed[slots] + num_tokens
+        suppress_stop = positions < self.min_total[slots]
         return SamplingMetadata(
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],
             top_p=self.top_p[slots],
             min_p=self.min_p[slots],
             seeds=self.seeds[slots],
-            positions=self.num_computed[slots] + num_tokens,
+            positions=positions,
             repetition_penalty=self.repetition_penalty[slots],
             presence_penalty=self.presence_penalty[slots],
             frequency_penalty=self.frequency_penalty[slots],
@@ -145,7 +149,7 @@ class RequestState:
             stop_token_ids=self.stop_ids[slots],
             suppress_stop=suppress_stop,
             needs=needs,
-            edit=partial(self._edit_logits, slots) if needs.edits else None,
+            edit=partial(self._edit_logits, slots, positions) if needs.edits else None,
             token_masks=self.masks.of(slots, self.edit_kinds) if needs.grammar else None,
             may_hide=suppress_stop | (self.edit_kinds[slots] & HAS_EDITS > 0),
         )
@@ -190,6 +194,7 @@ class RequestState:
         self.top_k.index_copy_(0, slots, top_k.int())
         self.stop_ids.index_copy_(0, slots, uploaded[len(integers) :].T)
         self.finished.index_fill_(0, slots, False)
+        self.num_drafts.index_fill_(0, slots, 0)
         self._write_tokens(added)
         for row in added:
             if row.params.has_penalties:
@@ -204,10 +209,13 @@ class RequestState:
             0, self.upload(np.concatenate(places)), self.upload(tokens)
         )
 
-    def _edit_logits(self, slots: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """New logits [B, V] float32, where rows have edits; slots [B] int64."""
-        lengths = {"total_len": self.total_len, "prompt_len": self.prompt_len}
-        return edit_logits(logits, self.edits.gather(slots, token_ids=self.token_ids, **lengths))
+    def _edit_logits(
+        self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """New logits [B, V] float32, where rows have edits; slots and positions [B] int64."""
+        prompt_len = self.prompt_len[slots]
+        edits = self.edits.gather(slots, positions, prompt_len, token_ids=self.token_ids)
+        return edit_logits(logits, edits)
 
     def _count_tokens(self, row: AddedRow) -> None:
         """Count the tokens of a row that has just been written."""

@@ -124,16 +124,16 @@ class LogitEditTables:
     def gather(
         self,
         slots: torch.Tensor,  # [B] int64
+        lengths: torch.Tensor,  # [B] int64, tokens before the one to draw
+        prompt_len: torch.Tensor,  # [B] int64
         *,
         token_ids: torch.Tensor,  # [R, max_model_len] int32
-        total_len: torch.Tensor,  # [R] int64
-        prompt_len: torch.Tensor,  # [R] int64
     ) -> LogitEdits:
         """The edits of a step's rows, with the tokens that they have generated last."""
         back = torch.arange(MAX_BAD_SEQUENCE_TOKENS - 1, 0, -1, device=slots.device)
-        positions = total_len[slots].unsqueeze(1) - back
+        positions = lengths.unsqueeze(1) - back
         recent = token_ids[slots.unsqueeze(1), positions.clamp(min=0)]
-        recent = recent.masked_fill(positions < prompt_len[slots].unsqueeze(1), NOTHING)
+        recent = recent.masked_fill(positions < prompt_len.unsqueeze(1), NOTHING)
         return LogitEdits(
             self.bias_ids[slots],
             self.biases[slots],

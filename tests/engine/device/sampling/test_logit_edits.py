@@ -32,9 +32,9 @@ def test_rows_are_edited_as_by_hand(
         slots = rng.sample(range(ROWS), 4)
         edits = tables.gather(
             torch.tensor(slots, device=device),
+            torch.tensor([len(rows[slot].token_ids) for slot in slots], device=device),
+            torch.tensor([rows[slot].num_prompt_tokens for slot in slots], device=device),
             token_ids=token_ids.to(device),
-            total_len=torch.tensor([len(r.token_ids) for r in rows], device=device),
-            prompt_len=torch.tensor([r.num_prompt_tokens for r in rows], device=device),
         )
         logits = random_logits(4, VOCAB, seed=rng.randrange(2**31))
         before = logits.clone()

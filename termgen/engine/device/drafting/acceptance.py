@@ -1,0 +1,98 @@
+"""Keeps the drafts of a step that the model draws as well.
+
+A row with d drafts has 1 + d samples: what the model draws behind its newest token, and behind each
+draft. They are its own tokens up to the first that differs from the draft at its place; that one is
+a token too, as its draw saw right tokens only. Nothing is kept behind a token that ends the row. So
+a row's tokens are those of as many steps without drafts (Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding", 2023, where both draws use the same noise).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from termgen.engine.device.sampling.logprobs import LogprobTensors
+from termgen.engine.device.sampling.token_ring import TokenRing
+from termgen.vocabulary.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples of a step with drafts, row after row: S in all for B rows."""
+
+    rows: torch.Tensor  # [S] int64, batch row of each
+    behind: torch.Tensor  # [S] int64, tokens of its row that the step computes behind its place
+    drafts: torch.Tensor  # [B] int64, drafts of each row
+    most_drafts: int
+
+    @classmethod
+    def of_plan(cls, plan: StepPlan, device: torch.device) -> Samples:
+        """The layout that the host expects: a row's samples lie side by side, in order."""
+        drafts = plan.num_draft_tokens.astype(np.int64)
+        counts = 1 + drafts
+        rows = np.repeat(np.arange(plan.num_rows), counts)
+        behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(plan.num_samples)
+        columns = torch.from_numpy(np.concatenate((rows, behind, drafts))).to(device)
+        size = plan.num_samples
+        return cls(columns[:size], columns[size : 2 * size], columns[2 * size :], int(drafts.max()))
+
+
+class CheckedRows(Protocol):
+    """Rows of the request state. R slots."""
+
+    token_ids: torch.Tensor  # [R, max_model_len] int32
+    total_len: torch.Tensor  # [R] int64
+    num_computed: torch.Tensor  # [R] int64
+    min_total: torch.Tensor  # [R] int64
+    limit: torch.Tensor  # [R] int64
+    finished: torch.Tensor  # [R] bool
+    stop_ids: torch.Tensor  # [R, K] int64
+
+
+def keep_drawn(
+    state: CheckedRows,
+    slots: torch.Tensor,  # [B] int64
+    num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
+    sampled: torch.Tensor,  # [S] int64
+    samples: Samples,
+    ring: TokenRing | None = None,
+    logprobs: LogprobTensors | None = None,
+) -> torch.Tensor:  # [S] int32
+    """`RequestState.append_sampled` of a step with drafts: -1 for a sample that is not kept. Rows
+    with penalties have no drafts."""
+    num_rows, width = len(slots), 1 + samples.most_drafts
+    columns = torch.arange(width, device=slots.device)
+    is_sample = columns <= samples.drafts[:, None]  # [B, width]
+    drawn = sampled.new_full((num_rows, width), -1).masked_scatter_(is_sample, sampled)
+    total = state.total_len[slots]
+    first = state.num_computed[slots] + num_tokens - samples.drafts
+    takes = (first >= total) & ~state.finished[slots]
+    places = (total[:, None] + columns).clamp_(max=state.token_ids.shape[1] - 1)
+    drafts = state.token_ids[slots[:, None], places]
+
+    lengths = total[:, None] + columns + 1  # of the row with each of these tokens
+    is_stop = (state.stop_ids[slots][:, None] == drawn[:, :, None]).any(dim=2)
+    ends = is_stop & (lengths > state.min_total[slots][:, None])
+    ends |= (lengths >= state.limit[slots][:, None]) | (drawn < 0)  # CORRUPT_TOKEN
+    goes_on = (drawn == drafts) & ~ends & (columns < samples.drafts[:, None])
+    kept = torch.cat((takes[:, None], goes_on[:, :-1]), dim=1).cumprod(dim=1).bool()
+
+    num_kept = kept.sum(dim=1)
+    known = drawn.clamp(min=0).to(torch.int32)
+    ids = torch.where(kept, known, drafts)
+    # Columns that are no samples of a row repeat its last token: two writes to one place, clamped
+    # at the end of the context, then write the same.
+    last = (num_kept - 1).clamp(min=0)[:, None]
+    ids = torch.where(columns <= last, ids, ids.gather(1, last))
+    state.token_ids[slots[:, None], torch.minimum(places, places.gather(1, last))] = ids
+    state.finished[slots] |= (kept & ends).any(dim=1)
+    state.total_len[slots] = total + num_kept
+    state.num_computed[slots] = first + (num_kept - 1).clamp(min=0)
+    tokens = torch.where(kept, drawn, -1)[is_sample].to(torch.int32)
+    if ring is not None:
+        ring.push(tokens, logprobs)
+    return tokens

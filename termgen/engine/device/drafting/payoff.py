@@ -1,0 +1,86 @@
+"""How many drafts pay in the next step: none, where checking them takes longer than they save.
+
+Two things are learned while the engine runs: the time of a step by the tokens that it computes,
+and for each row how often a draft behind right ones is right. A step of B rows with n drafts is
+expected to give B tokens and, for each draft, the chance that it and all before it are right. The
+likely ones come first, and n is what gives the most tokens for its time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+PRIOR = 0.6
+"""How often a draft is right, before anything is known."""
+PRIOR_WEIGHT = 2.0
+"""Checked drafts that this counts for."""
+KEPT_WITH_DRAFTS, KEPT_WITHOUT = 0.9, 0.99
+"""Weight of what a row showed, a step later: without drafts it learns nothing new, and after a
+hundred steps it is given another try."""
+NEWEST_WEIGHT = 0.25
+"""Weight of the newest step in the mean time of steps of its size."""
+TOKEN_SHARE = 0.2
+"""Time of one token more, in times of the step, where no step of that size was seen."""
+MOST_TOKENS = 256
+"""Sizes of steps that are told apart."""
+
+
+class DraftPayoff:
+    """What drafts cost and give. R slots."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._right = np.zeros(num_slots)
+        self._checked = np.zeros(num_slots)
+        self._step_ns = np.zeros(MOST_TOKENS + 1)
+        """Mean time by tokens; 0: none was seen."""
+
+    def begin(self, slot: int) -> None:
+        """Forget what the slot's last request showed."""
+        self._right[slot] = self._checked[slot] = 0.0
+
+    def note_row(self, slot: int, num_drafts: int, num_right: int) -> None:
+        """Learn from a row of a step; its drafts up to the first wrong one were checked."""
+        kept = KEPT_WITH_DRAFTS if num_drafts else KEPT_WITHOUT
+        self._right[slot] = kept * self._right[slot] + num_right
+        self._checked[slot] = kept * self._checked[slot] + min(num_right + 1, num_drafts)
+
+    def note_step(self, num_tokens: int, took_ns: int) -> None:
+        """Learn from the time of a step without prompts."""
+        if num_tokens <= MOST_TOKENS:
+            before = self._step_ns[num_tokens]
+            weight = NEWEST_WEIGHT if before else 1.0
+            self._step_ns[num_tokens] += weight * (took_ns - before)
+
+    def share_right(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+        """[n] how often a draft of these rows is right."""
+        right = self._right[slots] + PRIOR * PRIOR_WEIGHT
+        shares: npt.NDArray[np.float64] = right / (self._checked[slots] + PRIOR_WEIGHT)
+        return shares
+
+    def choose(
+        self, slots: npt.NDArray[np.int32], num_found: npt.NDArray[np.int64], num_rows: int
+    ) -> npt.NDArray[np.int64]:
+        """[n] drafts that each of these rows gets.
+
+        num_found: drafts that there are for each. num_rows: rows of the step, these among them.
+        """
+        owners = np.repeat(np.arange(len(slots)), num_found)
+        places = np.arange(len(owners)) - np.repeat(np.cumsum(num_found) - num_found, num_found)
+        chances = self.share_right(slots)[owners] ** (1 + places)
+        order = np.argsort(-chances, kind="stable")  # a row's own are in order already
+        tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
+        best = int(np.argmax(tokens / self._times(num_rows, len(order))))
+        return np.bincount(owners[order[:best]], minlength=len(slots)).astype(np.int64)
+
+    def _times(self, first: int, more: int) -> npt.NDArray[np.float64]:
+        """[1 + more] time of steps of `first` tokens and up to `more` further ones."""
+        sizes = first + np.arange(1 + more)
+        known = np.flatnonzero(self._step_ns)
+        if not len(known):
+            return np.asarray(1.0 + TOKEN_SHARE * (sizes - first), np.float64)
+        times: npt.NDArray[np.float64] = np.interp(sizes, known, self._step_ns[known])
+        low, high = known[0], known[-1]
+        beyond, below = np.maximum(0, sizes - high), np.maximum(0, low - sizes)
+        times *= (1.0 + TOKEN_SHARE * beyond) / (1.0 + TOKEN_SHARE * below)
+        return times

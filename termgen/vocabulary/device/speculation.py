@@ -1,0 +1,69 @@
+"""What `speculative_config` says: how tokens are guessed, and how many."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from termgen.errors import ConfigError
+
+METHODS = ("ngram", "none")
+MAX_DRAFTS = 16
+MAX_LOOKUP = 32
+FIELD = "speculative_config"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Names and meanings are those of vLLM's JSON."""
+
+    method: str = "ngram"
+    num_speculative_tokens: int = 8
+    """Most drafts of a request in a step."""
+    prompt_lookup_min: int = 2
+    """Tokens at the end of a text that must have stood somewhere before."""
+    prompt_lookup_max: int = 8
+    """Tokens of the end that are compared, at most."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise _error(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
+        _check_number("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
+        _check_number("prompt_lookup_min", self.prompt_lookup_min, MAX_LOOKUP)
+        _check_number("prompt_lookup_max", self.prompt_lookup_max, MAX_LOOKUP)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise _error(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) is more than prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
+            )
+
+    @property
+    def num_drafts(self) -> int:
+        return 0 if self.method == "none" else self.num_speculative_tokens
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig:
+    """From JSON, or the name of a method alone. Raises ConfigError."""
+    if text in METHODS:
+        return SpeculativeConfig(method=text)
+    try:
+        given: Any = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise _error(f"must be a JSON object or one of {', '.join(METHODS)}, not {text!r:.80}")
+    known = [field.name for field in fields(SpeculativeConfig)]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise _error(f"{unknown[0]!r:.80} is not known; what is: {', '.join(known)}")
+    return SpeculativeConfig(**given)
+
+
+def _check_number(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise _error(f"{name} must be an integer between 1 and {most}, not {value!r:.80}")
+
+
+def _error(words: str) -> ConfigError:
+    return ConfigError(f"{FIELD}: {words}", param=FIELD)
