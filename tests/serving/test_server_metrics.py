@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fake_engine import (
     make_snapshot,
     make_step_record,
 )
+from fake_nvml import FakeNvml
 from metrics_harness import samples, value
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import app_client, chat_body, eventually
@@ -271,3 +273,29 @@ def test_labels_are_closed_sets() -> None:
                 "finished_reason",
                 "reason",
             }
+
+
+async def test_power_and_energy_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    async with app_client(FakeEngine(model=make_model_info(device="cuda:1"))) as client:
+        text = (await client.get("/metrics")).text
+        assert value(text, "gpu_power_watts") == 684.5
+        assert value(text, "gpu_power_limit_watts") == 685.0
+        first = value(text, "gpu_energy_joules_total")
+        assert first >= 5000.0
+        text = (await client.get("/metrics")).text
+        assert value(text, "gpu_energy_joules_total") > first
+        nvml.unsupported = {"energy", "limit"}
+        text = (await client.get("/metrics")).text
+        assert value(text, "gpu_power_watts") == 684.5
+        assert "energy_joules" not in text and "limit_watts" not in text
+
+
+async def test_without_a_gpu_there_is_no_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    async with app_client(FakeEngine()) as client:
+        assert "gpu_" not in (await client.get("/metrics")).text.replace("num_gpu_blocks", "")
+    assert not nvml.reads
