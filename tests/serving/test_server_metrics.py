@@ -25,6 +25,7 @@ from server_harness import app_client, chat_body, eventually
 
 from termgen.errors import EngineDeadError, RequestError
 from termgen.serving.metrics import ServerMetrics
+from termgen.vocabulary.device.gpu_reading import GpuReading
 from termgen.vocabulary.events import EngineSnapshot, StateView
 from termgen.vocabulary.grammar_times import GrammarTimes
 
@@ -242,6 +243,7 @@ def test_every_metric_is_described() -> None:
     metrics = ServerMetrics("m")
     metrics.on_grammars(GrammarTimes().totals)
     metrics.on_snapshot(make_snapshot(states=StateView(1, 1, 0, 0, 0, 0)))
+    metrics.on_gpu(GpuReading(power_w=684.5, power_limit_w=685.0, energy_j=5000.0))
     page = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
     shown = set()
     for family in text_string_to_metric_families(metrics.render().decode()):
@@ -252,6 +254,7 @@ def test_every_metric_is_described() -> None:
     described = set(re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", table))
     words = {"schedule", "launch", "wait", "apply", "host", "busy", "idle"}
     words |= {"queue", "prefill", "decode", "capacity", "deferred", "invalid_schema", "no_process"}
+    words |= {"nvml"}
     assert shown == described - words
 
 
