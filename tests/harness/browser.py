@@ -80,6 +80,7 @@ class Page:
     async def aclose(self) -> None:
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
+        await self._socket.close()
 
 
 @asynccontextmanager
