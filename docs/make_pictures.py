@@ -4,7 +4,8 @@
     python docs/make_pictures.py themes     # those of docs/themes.md
     python docs/make_pictures.py bench      # those of docs/bench.md
 
-`make_dashboard_pictures.py` makes those of docs/dashboard.md.
+`make_dashboard_pictures.py` makes those of docs/dashboard.md, `make_recording.py` the moving one of
+the first steps.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from functools import cached_property
 
 from termgen.client import EngineClient
 from termgen.errors import EngineError, OverloadedError
+from termgen.system.gpu_meter import GpuWatch
 from termgen.vocabulary.engine_history import EngineHistory, HistoryState
 from termgen.vocabulary.events import EngineEvent, EngineSnapshot, EventRing
 from termgen.vocabulary.telemetry import encode_snapshot
@@ -137,6 +138,9 @@ class EventHub:
         """Events that listeners were too slow for, over all listeners."""
         self.snapshots = Snapshots(engine)
         """The state of the engine, for the listeners."""
+        self.gpu = GpuWatch(engine.model.device)
+        """Figures of the engine's GPU, read while anything listens."""
+        self._gpu_watching: asyncio.Task[None] | None = None
         self.stream = secrets.token_hex(4)
         """Name of this numbering."""
         self.closing = asyncio.Event()
@@ -167,12 +171,15 @@ class EventHub:
             cursor = min(last_seen[1], self._newest)
         listener = Listener(cursor)
         self._listeners.append(listener)
+        if self._gpu_watching is None:
+            self._gpu_watching = asyncio.create_task(self.gpu.follow())
         return listener, resumes
 
     def leave(self, listener: Listener) -> None:
         self._listeners.remove(listener)
         if not self._listeners:
             self.snapshots.forget()
+            self._end_gpu_watch()
 
     def num_behind(self, listener: Listener) -> int:
         """Events that have happened and the listener has not read."""
@@ -209,6 +216,12 @@ class EventHub:
             self._ring = None
         self._history.clear()
         self.snapshots.forget()
+        self._end_gpu_watch()
+
+    def _end_gpu_watch(self) -> None:
+        watching, self._gpu_watching = self._gpu_watching, None
+        if watching is not None:
+            watching.cancel()
 
     def _move(self) -> None:
         if self._ring is None:

@@ -25,6 +25,7 @@ from termgen.vocabulary.telemetry import (
     MIN_HZ,
     TOPICS,
     Frame,
+    Gpu,
     Model,
     Opening,
     encode,
@@ -175,6 +176,8 @@ class _Source:
         self._sent_model: tuple[str, ModelInfo] = (self._status, engine.model)
         self._sent: EncodedSnapshot | None = None
         self._looked_at = -math.inf
+        self._gpu_sent_ns = 0
+        """Time of the newest reading of the GPU that was sent."""
 
     @property
     def _status(self) -> str:
@@ -240,7 +243,17 @@ class _Source:
         if "model" in self._topics and model != self._sent_model:
             self._sent_model = model
             frames.append(encode(Model(status=model[0], model=model[1]), self._id))
+        if "gpu" in self._topics and (frame := self._gpu_frame()) is not None:
+            frames.append(frame)
         return b"".join(map(bytes, frames))
+
+    def _gpu_frame(self) -> Frame | None:
+        history, sent_ns = self._hub.gpu.history, self._gpu_sent_ns
+        readings = tuple(reading for reading in history if reading.time_ns > sent_ns)
+        if not readings:
+            return None
+        self._gpu_sent_ns = readings[-1].time_ns
+        return encode(Gpu(readings=readings), self._id)
 
     def _may_have_changed(self, found: list[EngineEvent]) -> bool:
         """True if a new snapshot is worth the engine's time: an idle engine is seldom asked."""

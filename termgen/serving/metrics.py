@@ -17,12 +17,18 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from termgen.serving.request_metrics import ModelMetrics, RequestMetrics
+from termgen.vocabulary.device.gpu_reading import GpuReading
 from termgen.vocabulary.events import EngineEvent, EngineSnapshot, StateView, StepRecord
 from termgen.vocabulary.grammar_times import BOUNDS_S, GrammarTotals
 from termgen.vocabulary.memory_ledger import MemoryLedger
@@ -350,6 +356,8 @@ class ServerMetrics(ModelMetrics):
         self.requests = RequestMetrics(self._registry, model)
         self._steps = StepMetrics(model)
         self._registry.register(self._steps)
+        self._gpu = GpuMetrics(model)
+        self._registry.register(self._gpu)
 
     def disconnected(self, stage: str) -> None:
         """`stage`: `queue`, `prefill` or `decode`."""
@@ -386,6 +394,9 @@ class ServerMetrics(ModelMetrics):
     def on_startup(self, phases: Iterable[StartupPhase]) -> None:
         for phase in phases:
             self._startup.labels(self._model, phase.name).set(phase.seconds)
+
+    def on_gpu(self, reading: GpuReading | None) -> None:
+        self._gpu.reading = reading
 
     def on_cache(self, *, block_size: int, num_blocks: int) -> None:
         labels = (self._model, str(block_size), str(num_blocks))
@@ -459,6 +470,36 @@ class GrammarMetrics(Collector):
         for reason, count in sorted(totals.failures.items()):
             failures.add_metric([self._model, reason], count)
         yield failures
+
+
+class GpuMetrics(Collector):
+    """Power and energy of the GPU, where the driver reports them."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.reading: GpuReading | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        reading = self.reading
+        if reading is None:
+            return
+        drawn = "Power that the whole GPU draws, all processes together"
+        for name, help_text, watts in (
+            ("power_watts", drawn, reading.power_w),
+            ("power_limit_watts", "Power that the GPU's driver allows it", reading.power_limit_w),
+        ):
+            if watts is not None:
+                gauge = GaugeMetricFamily(f"termgen_gpu_{name}", help_text, labels=["model"])
+                gauge.add_metric([self._model], watts)
+                yield gauge
+        if reading.energy_j is not None:
+            counter = CounterMetricFamily(
+                "termgen_gpu_energy_joules",
+                "Energy that the whole GPU has used since its driver was loaded",
+                labels=["model"],
+            )
+            counter.add_metric([self._model], reading.energy_j)
+            yield counter
 
 
 # The metrics under vLLM's names, for routers and dashboards made for those: only metrics that such

@@ -180,6 +180,7 @@ class ServerState:
             return b""
         self.drain_events()
         self.metrics.on_sleep_level(self.engine.sleep_level)
+        self.metrics.on_gpu(await self.require_hub().gpu.now())
         try:
             async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
                 self.metrics.on_snapshot(await self.engine.snapshot())

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -24,6 +26,8 @@ _NAMES = {HOST: "host", DEVICE: "device", RESULTS: "results"}
 _TRACKS_OF_A_KIND = 100
 """Track ids set aside for one kind: slices that overlap need more than one track."""
 _FIRST_TRACK = 1
+_SLICES_KEPT = 64
+"""More than are written between the begin of a step and its end."""
 
 TraceEvent = dict[str, Any]
 
@@ -85,8 +89,7 @@ class _Process:
         self._pid = pid
         self._part = part
         self._shift_ns = part.offset_ns - origin_ns
-        self._ends: dict[int, list[int]] = {kind: [] for kind in _NAMES}
-        """Per kind: the time at which each of its tracks is free again."""
+        self._tracks: dict[int, list[_Track]] = {kind: [] for kind in _NAMES}
         self._counts: dict[str, dict[str, int]] = {}
         self._requests: dict[str, _Request] = {}
         self.num_steps = 0
@@ -104,8 +107,8 @@ class _Process:
         for request in self._requests.values():  # what has not ended yet
             request.time_ns = self.last_ns - self._shift_ns
             yield from self._close(request)
-        for kind, ends in self._ends.items():
-            for index in range(len(ends)):
+        for kind, tracks in self._tracks.items():
+            for index in range(len(tracks)):
                 more = f" {index + 1}" if index else ""
                 name = "steps" if kind == DEVICE and self._part.on_cpu else _NAMES[kind]
                 track = _FIRST_TRACK + kind * _TRACKS_OF_A_KIND + index
@@ -162,12 +165,12 @@ class _Process:
             begin = until
 
     def _track(self, kind: int, begin_ns: int, end_ns: int) -> int:
-        """The first track of a kind that is free from `begin_ns` on, which is taken."""
-        ends = self._ends[kind]
-        index = next((i for i, free_ns in enumerate(ends) if free_ns <= begin_ns), len(ends))
-        if index == len(ends):
-            ends.append(0)
-        ends[index] = end_ns
+        """The first track of a kind that is free in this time, which is taken."""
+        tracks = self._tracks[kind]
+        index = next((i for i, one in enumerate(tracks) if one.take(begin_ns, end_ns)), len(tracks))
+        if index == len(tracks):
+            tracks.append(_Track())
+            tracks[index].take(begin_ns, end_ns)
         return _FIRST_TRACK + kind * _TRACKS_OF_A_KIND + index
 
     def _counters(self, time_ns: int, **counters: dict[str, int]) -> Iterator[TraceEvent]:
@@ -251,6 +254,30 @@ class _Process:
 
     def _meta(self, kind: str, track: int, **args: Any) -> TraceEvent:
         return {"ph": "M", "name": kind, "pid": self._pid, "tid": track, "args": args}
+
+
+class _Track:
+    """The times of a track's newest slices. A step is written when it has been applied, after which
+    the host has planned others: slices come out of order."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[int, int]] = []
+        self._full_until = -math.inf
+        """Older slices are forgotten: before this time nothing is free."""
+
+    def take(self, begin_ns: int, end_ns: int) -> bool:
+        """Take a time, if nothing else has any of it."""
+        end_ns = max(begin_ns, end_ns)
+        taken = self._taken
+        place = bisect_right(taken, (begin_ns, end_ns))
+        if begin_ns < self._full_until or (place and taken[place - 1][1] > begin_ns):
+            return False
+        if place < len(taken) and taken[place][0] < end_ns:
+            return False
+        taken.insert(place, (begin_ns, end_ns))
+        if len(taken) > _SLICES_KEPT:
+            self._full_until = taken.pop(0)[1]
+        return True
 
 
 @dataclass(slots=True)

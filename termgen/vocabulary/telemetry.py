@@ -27,6 +27,7 @@ import numpy as np
 import orjson
 
 from termgen.errors import TermgenError
+from termgen.vocabulary.device.gpu_reading import GpuReading
 from termgen.vocabulary.engine_history import HistoryState
 from termgen.vocabulary.events import EngineEvent, EngineSnapshot, RequestEvent, StepRecord
 from termgen.vocabulary.model_info import ModelInfo
@@ -50,7 +51,7 @@ T = TypeVar("T")
 _PLAIN = (bool, int, float, str)
 """JSON's own types."""
 
-TOPICS = ("step", "request", "cache", "model")
+TOPICS = ("step", "request", "cache", "model", "gpu")
 """Topics a reader may choose; the first frame is always sent."""
 
 EVENT_TYPES: dict[str, type[StepRecord] | type[RequestEvent]] = {
@@ -118,7 +119,14 @@ class Model:
     model: ModelInfo
 
 
-Message = Opening | Events | Cache | Model | HistoryState
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """`gpu`: figures of the engine's GPU since the last such frame, oldest first."""
+
+    readings: tuple[GpuReading, ...]
+
+
+Message = Opening | Events | Cache | Model | Gpu | HistoryState
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +156,12 @@ _NAME_OF: dict[type, str] = {
     Opening: "snapshot",
     Cache: "cache",
     Model: "model",
+    Gpu: "gpu",
     HistoryState: "history",
 }
 
 
-def encode(message: Opening | Cache | Model | HistoryState, frame_id: str) -> Frame:
+def encode(message: Opening | Cache | Model | Gpu | HistoryState, frame_id: str) -> Frame:
     name = _NAME_OF[type(message)]
     return Frame(name, frame_id, _dumps(message))
 
@@ -239,7 +248,8 @@ def decode(frame: Frame) -> Message | None:
         if frame.event == "history":
             history = _build(HistoryState, body)
             return history if history.is_known else None
-        kinds: dict[str, type[Cache] | type[Model]] = {"cache": Cache, "model": Model}
+        kinds: dict[str, type[Cache] | type[Model] | type[Gpu]]
+        kinds = {"cache": Cache, "model": Model, "gpu": Gpu}
         return _build(kinds[frame.event], body) if frame.event in kinds else None
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, zlib.error) as error:
         raise TelemetryError(f"a {frame.event!r} frame cannot be read: {error!r}") from error

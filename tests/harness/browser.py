@@ -31,6 +31,8 @@ class Page:
         """What the page's own socket has brought."""
         self.requested: list[str] = []
         """Addresses that the page has asked for."""
+        self.errors: list[str] = []
+        """What its program threw, and wrote into the console as an error."""
 
     async def _read(self) -> None:
         async for message in self._socket:
@@ -43,6 +45,11 @@ class Page:
                     self.received += base64.b64decode(frame["payloadData"])
             elif body["method"] == "Network.requestWillBeSent":
                 self.requested.append(body["params"]["request"]["url"])
+            elif body["method"] == "Runtime.exceptionThrown":
+                self.errors.append(str(body["params"]["exceptionDetails"]))
+            elif body["method"] == "Runtime.consoleAPICalled":
+                if body["params"]["type"] in ("error", "assert"):
+                    self.errors.append(str(body["params"]["args"]))
 
     async def send(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)
@@ -61,6 +68,11 @@ class Page:
         await self.send("Input.dispatchKeyEvent", type="keyDown", **common)
         await self.send("Input.dispatchKeyEvent", type="keyUp", **common)
 
+    async def value(self, expression: str) -> Any:
+        """The value of a JavaScript expression in the page."""
+        found = await self.send("Runtime.evaluate", expression=expression, returnByValue=True)
+        return found["result"].get("value")
+
     async def picture(self, path: Path) -> None:
         shot = await self.send("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))
@@ -68,6 +80,7 @@ class Page:
     async def aclose(self) -> None:
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
+        await self._socket.close()
 
 
 @asynccontextmanager
@@ -92,7 +105,7 @@ async def browser(folder: Path) -> AsyncGenerator[Callable[[str], Awaitable[Page
                 await session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=64 << 20)
             )
             pages.append(page)
-            for domain in ("Network", "Page"):
+            for domain in ("Network", "Page", "Runtime"):
                 await page.send(f"{domain}.enable")
             await page.send("Page.navigate", url=url)
             return page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -13,13 +14,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fake_engine import FakeEngine, make_snapshot, make_step_record
+from fake_engine import FakeEngine, make_model_info, make_snapshot, make_step_record
+from fake_nvml import FakeNvml
 from real_server import serving_tiny
 from server_harness import chat_body, eventually, serving, socket_client
 
 from termgen.errors import OverloadedError
 from termgen.serving import event_hub, event_routes
 from termgen.serving.event_hub import EncodedSnapshot, Snapshots
+from termgen.system import gpu_meter
 from termgen.vocabulary.engine_history import HistoryState
 from termgen.vocabulary.events import (
     EngineSnapshot,
@@ -35,6 +38,7 @@ from termgen.vocabulary.telemetry import (
     Events,
     Frame,
     FrameReader,
+    Gpu,
     Message,
     Model,
     Opening,
@@ -497,3 +501,57 @@ def test_a_million_events_are_bounded() -> None:
         hub.close()
 
     asyncio.run(run())
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(gpu_meter, "READ_S", 0.02)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return fake
+
+
+async def test_listeners_get_each_reading_of_the_gpu_once(nvml: FakeNvml) -> None:
+    engine = FakeEngine(model=make_model_info(device="cuda:1"))
+    async with socket_client(engine) as client:
+        async with listening(client) as reader, listening(client) as other:
+            await reader.until(Gpu, 5)
+            await other.until(Gpu, 2)
+            found = [r for m in reader.messages if isinstance(m, Gpu) for r in m.readings]
+            times = [reading.time_ns for reading in found]
+            assert times == sorted(set(times)) and found[0].power_w == 684.5
+            opening = reader.messages[0]
+            assert isinstance(opening, Opening)
+            assert abs(found[0].time_ns - opening.clock_ns) < 10**9, "one clock"
+            also = {r for m in other.messages if isinstance(m, Gpu) for r in m.readings}
+            assert {*found} & also, "one meter for all"
+        await until_not_read(nvml)
+
+
+async def until_not_read(nvml: FakeNvml) -> None:
+    async with asyncio.timeout(10):
+        before = -1
+        while nvml.reads != before:
+            before = nvml.reads
+            await asyncio.sleep(0.1)
+
+
+async def test_a_listener_to_other_topics_gets_no_reading(nvml: FakeNvml) -> None:
+    engine = FakeEngine(model=make_model_info(device="cuda:0"))
+    async with socket_client(engine) as client:
+        async with listening(client, topics="step,gpu") as wants:
+            async with listening(client, topics="step") as reader:
+                await wants.until(Gpu, 2)
+                engine.bus.publish(make_step_record(step_id=1))
+                await reader.until(Events)
+                assert not any(isinstance(m, Gpu) for m in reader.messages)
+
+
+async def test_a_server_without_a_gpu_sends_no_reading(nvml: FakeNvml) -> None:
+    engine = FakeEngine()
+    async with socket_client(engine) as client:
+        async with listening(client) as reader:
+            engine.bus.publish(make_step_record(step_id=1))
+            await reader.until(Events)
+            assert not any(isinstance(m, Gpu) for m in reader.messages) and not nvml.reads

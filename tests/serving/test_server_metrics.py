@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from fake_engine import (
     make_snapshot,
     make_step_record,
 )
+from fake_nvml import FakeNvml
 from metrics_harness import samples, value
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import app_client, chat_body, eventually
 
 from termgen.errors import EngineDeadError, RequestError
 from termgen.serving.metrics import ServerMetrics
+from termgen.vocabulary.device.gpu_reading import GpuReading
 from termgen.vocabulary.events import EngineSnapshot, StateView
 from termgen.vocabulary.grammar_times import GrammarTimes
 
@@ -240,6 +243,7 @@ def test_every_metric_is_described() -> None:
     metrics = ServerMetrics("m")
     metrics.on_grammars(GrammarTimes().totals)
     metrics.on_snapshot(make_snapshot(states=StateView(1, 1, 0, 0, 0, 0)))
+    metrics.on_gpu(GpuReading(power_w=684.5, power_limit_w=685.0, energy_j=5000.0))
     page = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
     shown = set()
     for family in text_string_to_metric_families(metrics.render().decode()):
@@ -250,6 +254,7 @@ def test_every_metric_is_described() -> None:
     described = set(re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", table))
     words = {"schedule", "launch", "wait", "apply", "host", "busy", "idle"}
     words |= {"queue", "prefill", "decode", "capacity", "deferred", "invalid_schema", "no_process"}
+    words |= {"nvml"}
     assert shown == described - words
 
 
@@ -271,3 +276,29 @@ def test_labels_are_closed_sets() -> None:
                 "finished_reason",
                 "reason",
             }
+
+
+async def test_power_and_energy_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    async with app_client(FakeEngine(model=make_model_info(device="cuda:1"))) as client:
+        text = (await client.get("/metrics")).text
+        assert value(text, "gpu_power_watts") == 684.5
+        assert value(text, "gpu_power_limit_watts") == 685.0
+        first = value(text, "gpu_energy_joules_total")
+        assert first >= 5000.0
+        text = (await client.get("/metrics")).text
+        assert value(text, "gpu_energy_joules_total") > first
+        nvml.unsupported = {"energy", "limit"}
+        text = (await client.get("/metrics")).text
+        assert value(text, "gpu_power_watts") == 684.5
+        assert "energy_joules" not in text and "limit_watts" not in text
+
+
+async def test_without_a_gpu_there_is_no_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    async with app_client(FakeEngine()) as client:
+        assert "gpu_" not in (await client.get("/metrics")).text.replace("num_gpu_blocks", "")
+    assert not nvml.reads

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,28 @@ def test_steps_that_overlap_are_on_tracks_of_their_own(tmp_path: Path) -> None:
     trace = of(tmp_path, steps)
     assert {"device", "device 2"} <= set(trace.tracks.values())
     assert trace.durations_ns["device", "decode"] == 9_000_000
+
+
+def test_a_host_that_plans_ahead_has_one_track(tmp_path: Path) -> None:
+    """The next step is planned and launched before the one that runs is applied."""
+    trace = of(tmp_path, [step(i, 5000 * i, 5000 * i + 4900) for i in range(1, 50)])
+    assert sorted(trace.tracks.values()) == ["device", "host", "results"]
+    host = sorted(s for key, s in trace.slices.items() if trace.tracks[key] == "host")
+    names = [event["name"] for _, _, event in sorted(host[0], key=lambda one: one[:2])]
+    assert names[:5] == ["schedule", "launch", "schedule", "launch", "apply"]
+
+
+def test_slices_of_any_order_are_on_tracks_that_hold_them(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    begins = [rng.randrange(2000, 400_000) for _ in range(300)]
+    steps = [step(i, begin, begin + rng.randrange(5000)) for i, begin in enumerate(begins)]
+    trace = of(tmp_path, steps)  # the reader checks that slices nest
+    for slices in trace.slices.values():
+        ordered = sorted((begin, end) for begin, end, _ in slices)
+        assert all(one[1] <= other[0] for one, other in pairwise(ordered))
+    assert sum(map(len, trace.slices.values())) == 300 * 5
 
 
 def test_counters_are_told_when_they_change(tmp_path: Path) -> None:

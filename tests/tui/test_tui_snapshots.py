@@ -30,8 +30,10 @@ from termgen.tui.chat.context_panel import ContextPanel
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import Conversation
 from termgen.tui.chat.widgets.prompt import Prompt
+from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.dashboard_keys import PAGES
 from termgen.tui.paint.canvas import Canvas
+from termgen.vocabulary.device.gpu_reading import GpuHistory, GpuReading
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 THEMES = ["termgen-dark", "termgen-light"]
@@ -105,6 +107,46 @@ def test_chat_stopped(snap_compare: Compare) -> None:
 def test_dashboard_busy(snap_compare: Compare, size: tuple[int, int], theme: str) -> None:
     app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
     assert snap_compare(app, terminal_size=size, run_before=busy)
+
+
+@pytest.mark.parametrize("page", ["o", "g"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_dashboard_gpu(
+    snap_compare: Compare, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], page: str
+) -> None:
+    async def with_gpu(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        await feed_dashboard(app, pilot)
+        app.now_ns += SECOND  # steps of which the energy is known
+        monkeypatch.setattr(DashboardScreen, "_gpu_history", lambda screen: gpu_readings(app))
+        app.engine.bus.publish(steps(1, now_ns=app.now_ns, first_id=300)[0])
+        await app.dashboard.refresh_view()
+        await pilot.press(page)
+        await pilot.pause()
+
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    assert snap_compare(app, terminal_size=size, run_before=with_gpu)
+
+
+def gpu_readings(app: FrozenApp) -> GpuHistory:
+    """Two minutes: idle at first, then at the cap of its power."""
+    return tuple(
+        GpuReading(
+            time_ns=app.now_ns - age * SECOND,
+            busy=0.02 if age > 20 else 0.9 + age % 3 / 100,
+            used_bytes=71 * 2**30,
+            total_bytes=79 * 2**30,
+            power_w=78.0 + age % 2 if age > 20 else 683.0 - age % 5,
+            power_limit_w=685.0,
+            energy_j=1e6 - 680.0 * age,
+            sm_mhz=1605 if age <= 20 else 345,
+            max_sm_mhz=1980,
+            memory_mhz=3201,
+            temperature_c=71,
+            clock_reasons=("idle",) if age > 20 else ("power cap",),
+        )
+        for age in range(119, -1, -1)
+    )
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)

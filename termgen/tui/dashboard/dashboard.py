@@ -27,6 +27,7 @@ from textual.events import (
 )
 from textual.widgets import Footer, Input
 
+from termgen.system.gpu_meter import GpuWatch
 from termgen.tui.dashboard.dashboard_keys import (
     KEYS,
     PAGES,
@@ -42,13 +43,13 @@ from termgen.tui.dashboard.pages.kv_map import kv_panel
 from termgen.tui.dashboard.pages.overview import LiveState
 from termgen.tui.dashboard.pages.requests import requests_panel, row_at
 from termgen.tui.dashboard.state.event_reader import EventReader
+from termgen.tui.dashboard.state.gpu_figures import held_clocks
 from termgen.tui.dashboard.state.limits import Limit, limit_of, why_slow_start
 from termgen.tui.dashboard.state.log import Level
 from termgen.tui.dashboard.state.past import as_of
 from termgen.tui.dashboard.state.store import DashboardView, figures_of
 from termgen.tui.dashboard.trace_export import events_between, export_trace
-from termgen.tui.feeds.feed import EngineFeed
-from termgen.tui.feeds.gpu_meter import GpuHistory, GpuWatch
+from termgen.tui.feeds.feed import EngineFeed, StreamFeed
 from termgen.tui.keys.keymap import KeyedApp, key_of
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.canvas_screen import CanvasScreen, Column, Line
@@ -56,6 +57,7 @@ from termgen.tui.paint.formatting import plural
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.spans import Row, row_width, spread
 from termgen.vocabulary.alerts import AlertLimits
+from termgen.vocabulary.device.gpu_reading import GpuHistory
 from termgen.vocabulary.events import StepRecord
 
 BOX_COLUMNS, BOX_ROWS = 100, 34
@@ -115,7 +117,9 @@ class DashboardScreen(CanvasScreen):
         self._page = "overview"
         self._window_s: int | None = None
         self._pages = Pages()
-        self._gpu = GpuWatch(client)
+        is_here = not isinstance(client, StreamFeed)
+        self._gpu = GpuWatch(client.model.device) if is_here else None
+        """Meter of this machine's GPU; a stream brings the figures of its own."""
         self._gpus: GpuHistory = ()
 
     def compose(self) -> ComposeResult:
@@ -174,7 +178,8 @@ class DashboardScreen(CanvasScreen):
 
     @work(group="gpu", exclusive=True)
     async def _watch_gpu(self) -> None:
-        await self._gpu.follow()
+        if self._gpu is not None:
+            await self._gpu.follow()
 
     @work(group="pump", exclusive=True)
     async def _pump(self) -> None:
@@ -203,13 +208,19 @@ class DashboardScreen(CanvasScreen):
         if self._alerts:
             self._view = replace(self._view, alert_limits=self._alerts)
             self._ring_bell()
-        self._gpus = self._gpu.history
+        self._gpus = self._gpu_history()
         self.set_class(bool(self._gpus), "-gpu")
+        self.set_class(any(one.power_w is not None for one in self._gpus[-1:]), "-power")
         self._lanes = store.history
         if self._paused:
             self._keep()
         if self._lanes.get(self._selected) is None:  # of another engine, or not yet there
             self._selected, self._first_row = None, 0
+
+    def _gpu_history(self) -> GpuHistory:
+        if isinstance(self._client, StreamFeed):
+            return self._client.gpu_history
+        return self._gpu.history if self._gpu is not None else ()
 
     def _ring_bell(self) -> None:
         now_ns = self._view.now_ns
@@ -475,7 +486,9 @@ class DashboardScreen(CanvasScreen):
         """The pages, and what limits now where there is room."""
         left = tab_line(self._page, self.pages, on_cpu=self._then.on_cpu)
         room = width - row_width(left) - 2
-        right = overview.limit_spans(self._limit(), why_slow_start(self._then), room)
+        then = self._then
+        held = held_clocks(then, self._gpus_then)
+        right = overview.limit_spans(self._limit(), why_slow_start(then), room, held)
         return [spread(left, [*right, (" ", "text")], width) if right else left]
 
     def _paint_numbers(self, width: int, height: int) -> Sequence[Row]:
@@ -545,6 +558,7 @@ class DashboardScreen(CanvasScreen):
         sight = Sight(
             view=self._then,
             present=self._view,
+            gpu=self._gpus_then,
             lanes=self._lanes,
             model=self._client.model,
             glyphs=self.palette.glyphs,

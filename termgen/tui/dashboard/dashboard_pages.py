@@ -17,6 +17,7 @@ from termgen.tui.dashboard.state.request_history import RequestHistory
 from termgen.tui.dashboard.state.store import DashboardView
 from termgen.tui.paint.palette import Glyphs
 from termgen.tui.paint.spans import Row
+from termgen.vocabulary.device.gpu_reading import GpuHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Sight:
     """The figures at the marked step."""
     present: DashboardView
     """The newest figures, for pages that show a request's whole life, or the log."""
+    gpu: GpuHistory
     lanes: RequestHistory
     model: ModelInfo
     glyphs: Glyphs
@@ -141,6 +143,7 @@ class Pages:
             sight.glyphs,
             boxed=sight.boxed,
             phase_times=self._phase_times,
+            gpu=sight.gpu,
         )
 
     def _log(self, sight: Sight, width: int, height: int) -> Sequence[Row]:

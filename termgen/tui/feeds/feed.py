@@ -8,9 +8,10 @@ from typing import Protocol
 
 from termgen.client import ModelInfo
 from termgen.errors import EngineError
+from termgen.vocabulary.device.gpu_reading import READINGS_KEPT, GpuHistory, GpuReading
 from termgen.vocabulary.engine_history import EngineHistory, HistoryState
 from termgen.vocabulary.events import EngineSnapshot, EventBus, EventRing
-from termgen.vocabulary.telemetry import Cache, Events, Message, Opening
+from termgen.vocabulary.telemetry import Cache, Events, Gpu, Message, Opening
 
 PASSED_KEPT = 64
 """Snapshots that wait for a screen that is hidden."""
@@ -46,6 +47,7 @@ class StreamFeed:
         """The events that come are older than the snapshot, which is held back until then."""
         self.history = EngineHistory()
         """The last hour, in coarse figures."""
+        self._gpu: deque[GpuReading] = deque(maxlen=READINGS_KEPT)
         self.stream = ""
         self.opening = opening
         self.model = opening.model
@@ -63,6 +65,11 @@ class StreamFeed:
     @property
     def is_healthy(self) -> bool:
         return not self.trouble
+
+    @property
+    def gpu_history(self) -> GpuHistory:
+        """Figures of the engine's GPU; empty where the sender has none."""
+        return tuple(self._gpu)
 
     def now_ns(self) -> int:
         """The time now by the clock of the events."""
@@ -102,6 +109,9 @@ class StreamFeed:
         elif isinstance(message, Cache):
             self._snapshot, self._awaits_past = message.snapshot, False
             self._passed.append(message.snapshot)
+        elif isinstance(message, Gpu):
+            newest = self._gpu[-1].time_ns if self._gpu else 0  # a sender may repeat some
+            self._gpu += [reading for reading in message.readings if reading.time_ns > newest]
         else:
             self.model, self.status = message.model, message.status
             if isinstance(message, Opening):
@@ -114,6 +124,7 @@ class StreamFeed:
             # A state that is newer than the events to come would be taken for the one before them.
             self._snapshot, self.begun = None, None if self._awaits_past else opening.snapshot
             self._passed.clear()
+            self._gpu.clear()
             self.history = EngineHistory()
         self.stream, self.opening = opening.stream, opening
         self.num_dropped = opening.dropped

@@ -21,6 +21,7 @@ from termgen.vocabulary.telemetry import (
     Events,
     Frame,
     FrameReader,
+    Gpu,
     Message,
     Opening,
     TelemetryError,
@@ -150,6 +151,7 @@ class ReplayFeed(StreamFeed):
         """Everything as it stood before a frame, and nothing of what came later."""
         self.stream, self._snapshot, self.begun = "", None, None
         self._passed.clear()
+        self._gpu.clear()
         begun = self._last_before(place, "snapshot")
         if begun is None:
             return  # the first frame is played again
@@ -234,6 +236,8 @@ def _time_of(message: Message, default: int) -> int:
         return message.clock_ns
     if isinstance(message, Cache):
         return message.snapshot.time_ns
+    if isinstance(message, Gpu) and message.readings:
+        return message.readings[-1].time_ns
     if isinstance(message, Events) and message.events:
         last = message.events[-1]
         return last.time_ns if isinstance(last, RequestEvent) else last.applied_ns

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from statistics import median
 
 import pytest
 from trace_reader import Trace
-from tui_harness import FrozenApp, chat_engine, feed_dashboard, ready, wait_until
+from tui_harness import SECOND, FrozenApp, chat_engine, feed_dashboard, ready, wait_until
 
 from termgen.tui.dashboard import trace_export
 from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.step_figures import BUCKET_NS
 
 
 def notes(app: FrozenApp) -> str:
@@ -45,6 +48,42 @@ async def test_x_writes_the_steps_up_to_the_marked_one(
         (second,) = {*traces(tmp_path)} - {first}
         assert num_steps(Trace(second)) == len(steps) - 4
         assert str(second) in notes(app)
+
+
+async def test_a_trace_has_the_sums_that_the_dashboard_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = FrozenApp(chat_engine(), start_screen="dashboard")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        await feed_dashboard(app, pilot)
+        app.now_ns += SECOND  # so that the newest point of the series is full
+        await app.dashboard.refresh_view()
+        await pilot.press("x")
+        await wait_until(pilot, lambda: len(traces(tmp_path)) == 1 and "perfetto" in notes(app))
+        view = app.dashboard.view
+    trace = Trace(traces(tmp_path)[0])
+    device = [
+        (end - begin, event["args"])
+        for key, slices in trace.slices.items()
+        if trace.tracks[key].startswith("device")
+        for begin, end, event in slices
+    ]
+    assert len(device) == len(view.steps) == view.graphs.num_steps > 100
+    assert max(ns for ns, _ in device) / 1e6 == pytest.approx(view.series.step_ms.max())
+    assert median(ns for ns, _ in device) / 1e6 == pytest.approx(view.step.p50, rel=0.03)
+    tokens_of_a_point = BUCKET_NS / 1e9
+    prompts = sum(args["prompt_tokens"] for _, args in device)
+    assert prompts == pytest.approx(view.series.prefill.sum() * tokens_of_a_point) and prompts > 0
+    modes = Counter(args["graph"] for _, args in device)
+    assert dict(modes) == dict(view.graphs.modes)
+    running = trace.counters["requests"][-1][1]
+    assert running == {"running": view.num_running, "waiting": view.num_waiting}
+    blocks = trace.counters["blocks"][-1][1]
+    assert blocks["used"] == view.num_used_blocks and blocks["free"] == view.num_free_blocks
+    finished = {e["id"] for e in trace.events if e["ph"] == "e" and "reason" in e.get("args", {})}
+    assert finished == {row.request_id for row in view.requests if row.finished} != set()
 
 
 def num_steps(trace: Trace) -> int:

@@ -16,7 +16,7 @@ from tui_harness import MS, NOW_NS, SECOND, FrozenApp, ready, request_view, step
 
 from termgen.tui.dashboard.state.past import as_of
 from termgen.tui.dashboard.state.store import DashboardStore, HostReading, graphs_before
-from termgen.tui.feeds.gpu_meter import GpuReading
+from termgen.vocabulary.device.gpu_reading import GpuReading
 from termgen.vocabulary.events import (
     BlockState,
     EngineSnapshot,
@@ -217,7 +217,7 @@ async def test_readings_of_the_machine_end_at_the_marked_step() -> None:
         await run(app, pilot, 90)
         early, late = end_of(80), end_of(200)
         dashboard = app.dashboard
-        dashboard._gpus = (GpuReading(0.11, 1, 2, early), GpuReading(0.99, 1, 2, late))
+        dashboard._gpus = (GpuReading(early, busy=0.11), GpuReading(late, busy=0.99))
         host = tuple(HostReading(cores, 2**30, at) for cores, at in ((1.5, early), (7.5, late)))
         dashboard._view = replace(dashboard.view, host=host, on_cpu=False)
         dashboard.paint()

@@ -5,9 +5,18 @@ Without a GPU, the processor's figures replace those of the graphs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from termgen.client import ModelInfo
 from termgen.tui.dashboard.pages.batch import MODE_ROLES
 from termgen.tui.dashboard.pages.timeline import ON_CPU, PhaseTimes, phases_panel
+from termgen.tui.dashboard.state.gpu_figures import (
+    held_clocks,
+    idle_power_w,
+    joules_per_token,
+    joules_words,
+    power_words,
+)
 from termgen.tui.dashboard.state.store import DashboardView, GraphFigures, mode_letter
 from termgen.tui.paint.formatting import count, duration, percent, plural
 from termgen.tui.paint.frame import Frame
@@ -15,6 +24,7 @@ from termgen.tui.paint.palette import COLOUR_GLYPHS, Glyphs
 from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.series import bar, braille, labelled
 from termgen.tui.paint.spans import Row, Span, cut, fit, merge
+from termgen.vocabulary.device.gpu_reading import GpuHistory
 from termgen.vocabulary.memory_ledger import MemoryLedger, size
 from termgen.vocabulary.startup_phases import StartupPhase
 
@@ -37,6 +47,7 @@ _LETTERS = {
     "kv_cache": "k",
     "other": "o",
 }
+GPU_NAME_WIDTH, GPU_FIGURE_WIDTH = 9, 16
 NAME_WIDTH = 1 + max(len(name) for name, _ in MEMORY_NAMES.values())
 
 
@@ -49,9 +60,12 @@ def graphs_page(
     *,
     boxed: bool,
     phase_times: PhaseTimes | None = None,
+    gpu: GpuHistory = (),
 ) -> list[Row]:
-    """Two columns where there is room: graphs on the left, memory and start-up on the right.
+    """Two columns where there is room: graphs on the left, the GPU, memory and start-up on the
+    right.
     `phase_times` caches the phase times of the last frame's steps."""
+    edge = 2 if boxed else 1
     if view.on_cpu:
         return _cpu_page(view, model, width, height, glyphs, boxed, phase_times or PhaseTimes())
     if width >= TWO_COLUMNS:
@@ -60,13 +74,20 @@ def graphs_page(
         memory = min(len(MEMORY_NAMES) + 4, height)
         first = sizes_panel(view, Frame(left, height - missed, boxed))
         first += misses_panel(view.graphs, Frame(left, missed, boxed))
+        figures = gpu_lines(view, gpu)
+        device = min(len(figures) + edge, height - memory) if figures else 0
         second = memory_panel(model.memory, Frame(right, memory, boxed), glyphs)
-        second += startup_panel(model.startup, Frame(right, height - memory, boxed))
+        second += gpu_panel(figures, Frame(right, device, boxed)) if device > edge else []
+        second += startup_panel(model.startup, Frame(right, height - len(second), boxed))
         return [(*a, *b) for a, b in zip(first, second, strict=True)]
     missed = max(3, height // 5)
     memory = max(3, height // 3)
     started = max(3, height // 5)
-    rows = sizes_panel(view, Frame(width, max(1, height - missed - memory - started), boxed))
+    rest = max(1, height - missed - memory - started)
+    figures = gpu_lines(view, gpu)
+    device = min(len(figures) + edge, rest - 3) if figures else 0
+    rows = gpu_panel(figures, Frame(width, device, boxed)) if device > edge else []
+    rows = sizes_panel(view, Frame(width, rest - len(rows), boxed)) + rows
     rows += misses_panel(view.graphs, Frame(width, missed, boxed))
     rows += memory_panel(model.memory, Frame(width, memory, boxed), glyphs)
     rows += startup_panel(model.startup, Frame(width, started, boxed))
@@ -125,6 +146,40 @@ def cpu_panel(view: DashboardView, model: ModelInfo, frame: Frame) -> list[Row]:
         rows = braille(points, width, height, role="decode", peak=top)
         body += labelled(rows, f"max {plural(round(top), 'core')}", f"−{width} s")
     return frame.draw([("processor", "text/b")], right, body)
+
+
+def gpu_lines(view: DashboardView, gpu: GpuHistory) -> list[tuple[str, str, str]]:
+    """(name, figure, what goes with it) of what the driver reports now, as far as it does."""
+    if not gpu:
+        return []
+    now, idle_w, joules = gpu[-1], idle_power_w(gpu), joules_per_token(view, gpu)
+    lines = []
+    if now.power_w is not None:
+        beside = f"idle {idle_w:.0f} W" if idle_w is not None else ""
+        lines.append(("power", power_words(now, brief=False), beside))
+    if joules is not None:
+        words = "with prompts"
+        lines.append(("energy", f"{joules_words(joules)}/token", words))
+    if now.sm_mhz is not None:
+        most = f"/{now.max_sm_mhz:,}" if now.max_sm_mhz else ""
+        memory = f"memory {now.memory_mhz:,} MHz" if now.memory_mhz is not None else ""
+        lines.append(("clock", f"{now.sm_mhz:,}{most} MHz", memory))
+    if (held := held_clocks(view, gpu)) is not None:
+        lines.append(("held by", held.brief, ""))
+    if now.temperature_c is not None:
+        lines.append(("heat", f"{now.temperature_c} °C", ""))
+    return lines
+
+
+def gpu_panel(lines: Sequence[tuple[str, str, str]], frame: Frame) -> list[Row]:
+    """Power, energy for each token, clocks and temperature, from the GPU's driver."""
+    body: list[Row] = []
+    for name, figure, beside in lines:
+        room = max(0, frame.inner_width - GPU_NAME_WIDTH - GPU_FIGURE_WIDTH)
+        cells = figure.ljust(GPU_FIGURE_WIDTH)
+        row: list[Span] = [(name.ljust(GPU_NAME_WIDTH), "muted"), (cells, "text")]
+        body.append((*row, (cut(beside, room), "muted")) if room > len("idle") else tuple(row))
+    return frame.draw([("GPU", "text/b")], (), body)
 
 
 def capture_words(view: DashboardView) -> str:

@@ -7,14 +7,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from termgen.client import ModelInfo
+from termgen.tui.dashboard.state.gpu_figures import (
+    HeldClocks,
+    held_clocks,
+    joules_per_token,
+    joules_words,
+    power_words,
+)
 from termgen.tui.dashboard.state.limits import Limit
 from termgen.tui.dashboard.state.store import DashboardView, windowed
-from termgen.tui.feeds.gpu_meter import GpuHistory
 from termgen.tui.paint.formatting import clock, count, model_words, percent, rate, took
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.series import braille, labelled, length_words, span_words, spark
 from termgen.tui.paint.spans import Row, Span, row_width, spread
+from termgen.vocabulary.device.gpu_reading import GpuHistory, GpuReading
 from termgen.vocabulary.memory_ledger import MemoryLedger, size
 from termgen.vocabulary.step_figures import Values
 
@@ -173,10 +180,12 @@ def gauges_tile(view: DashboardView, frame: Frame, gpu: GpuHistory = ()) -> list
     if rest := _rest(view):
         right = [(rest, "warn/b")]
     title: list[Span] = [("now", "text/b")]
-    if gpu and frame.inner_height > len(gauges) + 1:
-        gauges += _gpu_lines(gpu, view, roomy=roomy)
-    elif gpu:
-        title.append((f" · GPU {percent(gpu[-1].busy)}", "muted"))
+    lines = _gpu_lines(gpu, view, roomy=roomy) if gpu else []
+    room = max(0, frame.inner_height - len(gauges))
+    if gpu and gpu[-1].busy is not None and len(lines) > room:
+        title.append((f" · {lines[0].name} {lines[0].number}", "muted"))
+        lines = lines[1:]
+    gauges += lines[:room]
     if view.on_cpu and len(gauges) > frame.inner_height and view.host:
         title.append((f" · memory {gauges[-1].number}" if roomy else "", "muted"))
         gauges = gauges[: frame.inner_height]
@@ -256,14 +265,33 @@ def host_lines(view: DashboardView, *, roomy: bool) -> list[_Gauge]:
 
 
 def _gpu_lines(gpu: GpuHistory, view: DashboardView, *, roomy: bool) -> list[_Gauge]:
-    used, total = gpu[-1].used_bytes / 2**30, gpu[-1].total_bytes / 2**30
-    busy = _points([reading.busy for reading in gpu], view)
-    memory = _points([reading.used_bytes / reading.total_bytes for reading in gpu], view)
-    words = f"{used:.0f}/{total:.0f} GiB" if roomy else f"{used:.0f}/{total:.0f}G"
-    return [
-        _Gauge("GPU busy" if roomy else "GPU", busy, 1.0, percent(gpu[-1].busy), "decode"),
-        _Gauge("GPU memory" if roomy else "GPU mem", memory, 1.0, words, "prefill"),
-    ]
+    """A line for each figure that the driver reports now."""
+    now, lines = gpu[-1], list[_Gauge]()
+    if now.busy is not None:
+        busy = _points([reading.busy or 0.0 for reading in gpu], view)
+        name = "GPU busy" if roomy else "GPU"
+        lines.append(_Gauge(name, busy, 1.0, percent(now.busy), "decode"))
+    if now.memory_share is not None:
+        used, total = (now.used_bytes or 0) / 2**30, (now.total_bytes or 0) / 2**30
+        memory = _points([reading.memory_share or 0.0 for reading in gpu], view)
+        words = f"{used:.0f}/{total:.0f} GiB" if roomy else f"{used:.0f}/{total:.0f}G"
+        name = "GPU memory" if roomy else "GPU mem"
+        lines.append(_Gauge(name, memory, 1.0, words, "prefill"))
+    if now.power_w is not None:
+        drawn = _points([reading.power_w or 0.0 for reading in gpu], view)
+        words = power_words(now, brief=not roomy)
+        name = "GPU power" if roomy else "GPU pow"
+        lines.append(_Gauge(name, drawn, now.power_limit_w or None, words, "latency"))
+    if (joules := joules_per_token(view, gpu)) is not None:
+        name = "energy/token" if roomy else "J/token"
+        lines.append(_Gauge(name, (), None, joules_words(joules), "latency"))
+    return lines
+
+
+def _gpu_words(reading: GpuReading) -> str:
+    busy = "" if reading.busy is None else percent(reading.busy)
+    power = "" if reading.power_w is None else f"{reading.power_w:.0f}W"
+    return f"{busy} {power}".strip()
 
 
 def _points(readings: Sequence[float], view: DashboardView) -> list[float]:
@@ -307,23 +335,42 @@ def _gauge_row(gauge: _Gauge, width: int, label: int, number: int, view: Dashboa
     return ((gauge.name.ljust(label), "muted"), *series, (words, role))
 
 
-def limit_spans(limit: Limit | None, slow_start: str, room: int) -> list[Span]:
-    """What limits now, in the longest form for which there is room; empty if there is none."""
+def limit_spans(
+    limit: Limit | None, slow_start: str, room: int, held: HeldClocks | None = None
+) -> list[Span]:
+    """What limits now, in the longest form for which there is room; empty if there is none.
+    held: what holds the GPU's clocks back meanwhile, which is left out last."""
     if limit is None:
         return []
+    for label, words in (*_held_forms(limit, slow_start, held), *_limit_forms(limit, slow_start)):
+        spans: list[Span] = [(label, "muted"), (words, "text")]
+        if row_width(tuple(spans)) <= room:
+            return spans
+    return []
+
+
+def _limit_forms(limit: Limit, slow_start: str) -> list[tuple[str, str]]:
     long = f"{limit.words}; {slow_start}" if slow_start else limit.words
-    for label, words in (
+    return [
         ("limited by ", f"{limit.cause}: {long}"),
         ("limited by ", f"{limit.cause}: {limit.words}"),
         ("limited by ", f"{limit.cause}: {limit.figures or limit.words}"),
         ("limited by ", limit.brief),
         ("limit ", limit.brief),
         ("limit ", limit.cause),
-    ):
-        spans: list[Span] = [(label, "muted"), (words, "text")]
-        if row_width(tuple(spans)) <= room:
-            return spans
-    return []
+    ]
+
+
+def _held_forms(limit: Limit, slow_start: str, held: HeldClocks | None) -> list[tuple[str, str]]:
+    """The same with what holds the clocks back."""
+    if held is None:
+        return []
+    *longer, brief, short, _ = _limit_forms(limit, slow_start)
+    long = [(label, f"{words}; {held.words}") for label, words in longer[:3]]
+    return [
+        *long,
+        *((label, f"{words}; {held.brief}") for label, words in (*longer[2:], brief, short)),
+    ]
 
 
 def numbers_lines(
@@ -339,18 +386,22 @@ def numbers_lines(
     head: list[Span] = [(f" {rest} ", "warn/b")] if rest else []
     out, into = rate(view.decode_rate), rate(view.prefill_rate)
     run, wait, kv, hits, *others = _standing(view, roomy=False)
+    device = [words for reading in gpu[-1:] if (words := _gpu_words(reading))]
     parts = [
         _named("run", run.number, "decode"),
         _marked("wait", wait.number.partition("/")[0], "warn", is_beyond=wait.is_beyond),
         _marked("KV", kv.number, "text", is_beyond=kv.is_beyond),
         _named("hits", hits.number, "text"),
         *(_marked(one.name, one.number, "text", is_beyond=one.is_beyond) for one in others),
-        *(_named("GPU", percent(gpu[-1].busy), "text") for _ in gpu[-1:]),
+        *(_named("GPU", words, "text") for words in device),
     ]
+    if (joules := joules_per_token(view, gpu)) is not None:
+        parts.append(_named("token", joules_words(joules), "text"))
     if limit is not None:  # at least its name, before what may be left out
         taken = row_width(tuple(span for part in parts for span in part)) + 2
         room = max(width - taken, len(f"limit {limit.cause}"))
-        parts.insert(4, [("  ", "muted"), *limit_spans(limit, "", room)])
+        held = held_clocks(view, gpu)
+        parts.insert(4, [("  ", "muted"), *limit_spans(limit, "", room, held)])
     if height < 3:
         rates = [_named("out", out, "decode", " tok/s"), _named("in", into, "prefill", " tok/s")]
         is_slow = "ttft_p95_ms" in view.beyond

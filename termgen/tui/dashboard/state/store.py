@@ -193,6 +193,8 @@ class DashboardView:
     uptime_s: float
     decode_rate: float
     prefill_rate: float
+    decode_series: Values
+    """Tokens generated per second, in points of `BUCKET_NS` whatever the window is."""
     series: Series
     step: Spread
     gap: Spread
@@ -492,8 +494,9 @@ def figures_of(
     """Fields of a view: series up to `now_ns`, rates, and percentiles of the window. coarse: the
     figures of a longer time."""
     series = figures.series(now_ns, HISTORY_BUCKETS)
-    rates = {
+    rates: dict[str, Any] = {
         "decode_rate": float(series.decode[-RATE_BUCKETS:].mean()),
+        "decode_series": series.decode,
         "prefill_rate": float(series.prefill[-RATE_BUCKETS:].mean()),
         "preemption_rate": float(series.preempted[-RATE_BUCKETS:].sum()),
     }
