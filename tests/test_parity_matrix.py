@@ -1,4 +1,5 @@
-"""A request says the same whatever happens around it: {sync, async} x {preempted} x {chunked}.
+"""A request says the same whatever happens around it: {sync, async} x {preempted} x {chunked} x
+{with drafts}.
 
 Every request asks for something else: penalties, log-probabilities, seeds, stop strings, and mixes.
 What it says alone, one step at a time, is what it must say among the others in every cell. All
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_executor import make_core
 
@@ -27,6 +29,7 @@ from termgen.vocabulary.step import StepDelivery
 
 BLOCK_SIZE = 16
 CHUNK = 20
+NUM_DRAFTS = 4
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seed": {"temperature": 0.9, "seed": 7},
@@ -79,6 +82,9 @@ class Bench:
     """One loaded model and the requests of the matrix."""
 
     def __init__(self, model: Path, *, most_tokens: int, **options: Any) -> None:
+        self.is_cpu = options["device"] == "cpu"
+        if self.is_cpu:  # where drafts are made
+            options["speculative_config"] = f'{{"num_speculative_tokens": {NUM_DRAFTS}}}'
         config = EngineConfig(
             model=str(model),
             max_num_seqs=len(KINDS),
@@ -116,8 +122,10 @@ class Bench:
         num_blocks: int = 160,
         max_num_batched_tokens: int = 256,
         resets: tuple[int, ...] = (),
+        num_drafts: int = 0,
     ) -> dict[str, Answer]:
-        """resets: turns before which everybody is preempted."""
+        """resets: turns before which everybody is preempted. num_drafts: places for them, which the
+        device fills with what it found."""
         deliveries: list[StepDelivery] = []
         self.core = core = make_core(
             self.parts.core.executor,
@@ -130,6 +138,7 @@ class Bench:
             max_num_batched_tokens=max_num_batched_tokens,
             eos=min(self.parts.info.eos_token_ids, default=1),
             run_ahead_ms=20.0,
+            num_drafts=num_drafts,
         )
         processor = OutputProcessor(self.parts.tokenizer, self.parts.info.eos_token_ids)
         answers = {name: Answer() for name in names}
@@ -156,6 +165,28 @@ class Bench:
         self.depths = {e.queue_depth for e in ring.drain() if hasattr(e, "queue_depth")}
         assert core.scheduler.kv.pool.num_used == 0
         return answers
+
+
+def guess_half(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the device guess what a request is going to say, one or two tokens rightly."""
+    runner = bench.parts.core.executor._runner  # type: ignore[attr-defined]
+    texts = [
+        (*prompt, *bench.expected[name].tokens)
+        for name, prompt in zip(KINDS, bench.prompts, strict=True)
+    ]
+
+    def guess(tokens: np.ndarray) -> np.ndarray:
+        seen = tuple(tokens.tolist())
+        (text,) = [text for text in texts if text[: len(seen)] == seen] or [seen]
+        rest = np.asarray(text[len(seen) :][:NUM_DRAFTS], np.int32)
+        rest[1 + len(seen) % 2 :] += 1
+        return rest
+
+    def choose(slots: np.ndarray, num_found: np.ndarray, num_rows: int) -> np.ndarray:
+        return num_found
+
+    monkeypatch.setattr(runner.drafter, "guess", guess)
+    monkeypatch.setattr(runner.drafter._payoff, "choose", choose)
 
 
 MODELS = ["smollm2", pytest.param("random", marks=pytest.mark.gpu)]
@@ -223,3 +254,37 @@ def test_every_request_says_what_it_says_alone(
     assert max(map(len, bench.prompts)) > CHUNK
     assert (bench.core.scheduler.stats.num_preemptions > 2) == preempted
     assert max(bench.depths) >= depth - 1 and (max(bench.depths) > 0) == (depth > 1)
+
+
+@pytest.mark.parametrize(
+    ("depth", "preempted", "chunked"),
+    [
+        pytest.param(1, False, True, id="sync-undisturbed-chunked"),
+        pytest.param(2, True, False, id="async-preempted-whole"),
+    ],
+)
+def test_every_request_says_the_same_with_drafts(
+    bench: Bench,
+    depth: int,
+    preempted: bool,
+    chunked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not bench.is_cpu:
+        pytest.skip("drafts are made on a CPU")
+    guess_half(bench, monkeypatch)
+    longest = max(map(len, bench.prompts)) + bench.most_tokens
+    answers = bench.run(
+        list(KINDS),
+        depth=depth,
+        num_blocks=longest // BLOCK_SIZE + 7 if preempted else 160,
+        max_num_batched_tokens=2 * CHUNK if chunked else 256,
+        resets=(5, 9) if preempted else (),
+        num_drafts=NUM_DRAFTS,
+    )
+    check(bench, answers)
+    stats = bench.core.scheduler.stats
+    assert (stats.num_preemptions > 2) == preempted
+    # Rows with penalties, a quarter of them, have none.
+    assert 0.2 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_accepted_tokens > 20

@@ -105,7 +105,8 @@ def test_every_flag_of_an_engine_is_refused_by_name(
     elif field.metadata.get("choices"):
         argv = [flag, field.metadata["choices"][0]]
     else:
-        argv = [flag, "1" if name.endswith("utilization") else "2"]
+        values = {"gpu_memory_utilization": "1", "speculative_config": "ngram"}
+        argv = [flag, values.get(name, "2")]
     error = one_line_error(capsys, "generate", "--url", "http://127.0.0.1:9", *argv, "Hi")
     assert flag in error and "has no effect with --url" in error
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from termgen.engine.device.sampling.logprobs import LogprobTensors
+from termgen.engine.device.sampling.metadata import HAS_PENALTIES
 from termgen.engine.device.sampling.token_ring import TokenRing
 from termgen.vocabulary.step import StepPlan
 
@@ -51,6 +52,8 @@ class CheckedRows(Protocol):
     limit: torch.Tensor  # [R] int64
     finished: torch.Tensor  # [R] bool
     stop_ids: torch.Tensor  # [R, K] int64
+    edit_kinds: torch.Tensor  # [R] int64
+    token_counts: torch.Tensor  # [R, V] int32
 
 
 def keep_drawn(
@@ -62,8 +65,7 @@ def keep_drawn(
     ring: TokenRing | None = None,
     logprobs: LogprobTensors | None = None,
 ) -> torch.Tensor:  # [S] int32
-    """`RequestState.append_sampled` of a step with drafts: -1 for a sample that is not kept. Rows
-    with penalties have no drafts."""
+    """`RequestState.append_sampled` of a step with drafts: -1 for a sample that is not kept."""
     num_rows, width = len(slots), 1 + samples.most_drafts
     columns = torch.arange(width, device=slots.device)
     is_sample = columns <= samples.drafts[:, None]  # [B, width]
@@ -89,6 +91,9 @@ def keep_drawn(
     last = (num_kept - 1).clamp(min=0)[:, None]
     ids = torch.where(columns <= last, ids, ids.gather(1, last))
     state.token_ids[slots[:, None], torch.minimum(places, places.gather(1, last))] = ids
+    counts = kept & (drawn >= 0) & (state.edit_kinds[slots] & HAS_PENALTIES > 0)[:, None]
+    where = (slots[:, None].expand_as(known), known.long())
+    state.token_counts.index_put_(where, counts.to(torch.int32), accumulate=True)
     state.finished[slots] |= (kept & ends).any(dim=1)
     state.total_len[slots] = total + num_kept
     state.num_computed[slots] = first + (num_kept - 1).clamp(min=0)

@@ -8,20 +8,23 @@ likely ones come first, and n is what gives the most tokens for its time.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 PRIOR = 0.6
 """How often a draft is right, before anything is known."""
-PRIOR_WEIGHT = 2.0
-"""Checked drafts that this counts for."""
-KEPT_WITH_DRAFTS, KEPT_WITHOUT = 0.9, 0.99
+PRIOR_WEIGHT = 1.0
+"""Number of checked drafts that this counts for."""
+KEPT_WITH_DRAFTS, KEPT_WITHOUT = 0.95, 0.99
 """Weight of what a row showed, a step later: without drafts it learns nothing new, and after a
 hundred steps it is given another try."""
 NEWEST_WEIGHT = 0.25
 """Weight of the newest step in the mean time of steps of its size."""
-TOKEN_SHARE = 0.2
-"""Time of one token more, in times of the step, where no step of that size was seen."""
+TOKEN_SHARE = 0.1
+"""Time of one token more, in times of a step of one, where no step of that size was seen: little
+enough for a try."""
 MOST_TOKENS = 256
 """Sizes of steps that are told apart."""
 
@@ -78,9 +81,11 @@ class DraftPayoff:
         sizes = first + np.arange(1 + more)
         known = np.flatnonzero(self._step_ns)
         if not len(known):
-            return np.asarray(1.0 + TOKEN_SHARE * (sizes - first), np.float64)
-        times: npt.NDArray[np.float64] = np.interp(sizes, known, self._step_ns[known])
-        low, high = known[0], known[-1]
-        beyond, below = np.maximum(0, sizes - high), np.maximum(0, low - sizes)
-        times *= (1.0 + TOKEN_SHARE * beyond) / (1.0 + TOKEN_SHARE * below)
-        return times
+            return _guessed(sizes)
+        times = np.interp(sizes, known, self._step_ns[known])
+        return times * (_guessed(sizes) / _guessed(np.clip(sizes, known[0], known[-1])))
+
+
+def _guessed(sizes: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.float64]:
+    """Time of steps of these sizes, in times of a step of one token."""
+    return np.asarray(1.0 + TOKEN_SHARE * (sizes - 1), np.float64)

@@ -37,7 +37,7 @@ class InputBatch:
     recurrent: RecurrentMetadata | None = None
     """For models with recurrent layers."""
     samples: Samples | None = None
-    """Of a step with drafts; else S is B, the last token of each row."""
+    """Where rows have drafts; else S is B, the last token of each row."""
 
     def sampled(self, values: torch.Tensor) -> torch.Tensor:
         """[T, ...] -> [S, ...]: the values of the tokens behind which one is drawn."""
