@@ -95,6 +95,8 @@ class Switch:
 
     client: EngineClient
     failure: str | None = None
+    name: str = ""
+    """What later runs on this machine find the model by; empty for one that is elsewhere."""
 
 
 class ModelShelf(Protocol):

@@ -649,6 +649,7 @@ class ChatScreen(ThemedScreen):
             self.call_later(self.app.run_action, "app.change_theme")
         elif name in self.app.available_themes:
             self.app.theme = name
+            self.view.keep_theme()
         else:
             names = ", ".join(n for n in self.app.available_themes if n.startswith("termgen"))
             self.view.note(f"No theme {clean_line(name)!r}. There are {names}, and Textual's own.")

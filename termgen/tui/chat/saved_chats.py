@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from termgen.errors import ChatStoreError
+from termgen.system.choices import CHATS_OPEN
 from termgen.tui.chat.asking import Settings
 from termgen.tui.chat.dialogue import Dialogue
 from termgen.tui.chat.saved.autosave import Autosave
@@ -80,7 +81,7 @@ class SavedChats:
         """A resumed chat is still being read: questions wait for it."""
 
     def start(self) -> None:
-        self._panel.display = False
+        self._panel.display = self._view.keeps_chats_open
         self._store.start(report=self._report, replaced=self._save_again)
         if self._store.path is not None:
             self._view.screen.set_interval(OTHERS_S, self.look_for_others)
@@ -88,6 +89,7 @@ class SavedChats:
         self._view.start_worker("earlier-questions", self._reading_questions)
         if self._resume is not None:
             self.open(self._resume.session_id, resume=self._resume)
+        self.update_panel()
 
     async def _reading_questions(self) -> None:
         """The up key finds the questions of other runs, too."""
@@ -160,7 +162,7 @@ class SavedChats:
 
     def close_narrow_panel(self) -> None:
         """Close the panel where it covers the chat; beside the chat it stays."""
-        if self._view.screen.has_class("-narrow"):
+        if self._view.is_narrow:
             self._panel.display = False
         self._view.prompt.focus()
 
@@ -178,6 +180,8 @@ class SavedChats:
         """Open the panel, or close it."""
         panel = self._panel
         panel.display = not panel.display
+        if not self._view.is_narrow:
+            self._view.remember(CHATS_OPEN, panel.display)
         if panel.display:
             panel.app.clear_notifications()  # which would cover the list
             panel.search.value = ""
