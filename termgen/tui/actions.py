@@ -73,6 +73,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "chat.compact",
         "chat.context",
         "chat.rename",
+        "chat.tag",
         "chat.fork",
         "chat.export",
         "chat.import",

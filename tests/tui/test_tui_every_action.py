@@ -64,6 +64,8 @@ ACTION_OF_COMMAND = {
     "links": "chat.links",
     "sessions": "chat.sessions",
     "rename": "chat.rename",
+    "pin": "sessions.pin",
+    "tag": "chat.tag",
     "fork": "chat.fork",
     "export": "chat.export",
     "import": "chat.import",

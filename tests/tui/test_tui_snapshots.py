@@ -29,6 +29,7 @@ from termgen.tui.chat.approval_panel import ApprovalPanel
 from termgen.tui.chat.context_panel import ContextPanel
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import Conversation
+from termgen.tui.chat.state.labels import Labels
 from termgen.tui.chat.widgets.prompt import Prompt
 from termgen.tui.dashboard.dashboard_keys import PAGES
 from termgen.tui.paint.canvas import Canvas
@@ -188,6 +189,34 @@ async def list_chats(pilot: Pilot[Any]) -> None:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
 def test_chat_list(snap_compare: Compare, size: tuple[int, int]) -> None:
     assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=list_chats)
+
+
+async def list_pins_and_tags(pilot: Pilot[Any]) -> None:
+    app = await begin(pilot)
+    for question, tags, is_pinned in (
+        ("Which GPU shall I buy for a model of eight billion weights?", ("hardware",), True),
+        ("A haiku about GPUs", (), False),
+        ("Log lines", ("work", "urgent", "python"), False),
+    ):
+        talk = Conversation()
+        talk.ask(question, now_s=0.0, model_id="smollm2-135m").answer = "About that, much."
+        talk.labels = Labels(is_pinned, tags)
+        app.chat.autosave.save_all(talk, app.chat.settings.params)
+        used = (NOON, talk.session_id)
+        await app.chats.read(
+            lambda database, used=used: database._connection.execute(
+                "UPDATE sessions SET updated_s = ? WHERE session_id = ?", used
+            )
+        )
+    await pilot.press("ctrl+b")
+    await wait_until(pilot, lambda: "#work" in app.chat.panel.session_list.text)
+    await pilot.press("home")
+    await pilot.pause()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_chat_list_with_pins_and_tags(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=list_pins_and_tags)
 
 
 def test_theme_chooser(snap_compare: Compare) -> None:

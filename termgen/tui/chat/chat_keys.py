@@ -276,6 +276,7 @@ COMMAND_KEYS = [
     _begins("choice", "alt+c", "Choice", "Ask for answers that are one of some"),
     _begins("compact", "alt+y", "Summarise", "Send a summary in place of the older turns"),
     _begins("rename", "alt+n", "Rename this chat", "Give this chat a name"),
+    _begins("tag", "alt+t", "Tag this chat", "Add tags to this chat, to find it by"),
     _begins("export", "alt+w", "Export", "Write this chat to a file"),
     _begins("import", "alt+i", "Import", "Open a chat that was exported as JSON"),
 ]

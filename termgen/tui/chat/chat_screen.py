@@ -18,7 +18,6 @@ from textual.widgets import Input, TextArea
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
-from termgen.errors import RequestError
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.answer_tools import AnswerTools
 from termgen.tui.chat.asking import QuestionFiles, Settings
@@ -26,7 +25,7 @@ from termgen.tui.chat.chat_keys import COMMAND_KEYS, COPY_KEYS, KEYS, TOOL_KEYS
 from termgen.tui.chat.context_panel import short_meter
 from termgen.tui.chat.dialogue import Dialogue
 from termgen.tui.chat.panels import HistoryPanel
-from termgen.tui.chat.prompts_panel import PromptsPanel
+from termgen.tui.chat.prompts_panel import KeptPrompts
 from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_store import ChatStore, Resume
 from termgen.tui.chat.saved_chats import SavedChats
@@ -36,13 +35,6 @@ from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.context_policy import POLICY_WORDS, ContextPolicy, short_cut_words
 from termgen.tui.chat.state.conversation import AnswerState, Conversation, PromptHistory
 from termgen.tui.chat.state.doubts import Doubts
-from termgen.tui.chat.state.prompt_library import (
-    KeptPrompt,
-    folder,
-    keep,
-    kept_prompts,
-    unfilled,
-)
 from termgen.tui.chat.system_prompt import SystemPrompt
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.chat_rows import ChatStatus, empty_rows, status_row
@@ -127,6 +119,7 @@ class ChatScreen(ThemedScreen):
             on_opened=self._send_next,
         )
         self.doubts = Doubts()
+        self.kept_prompts = KeptPrompts(view, self.dialogue, self.doubts)
         self.command_table = self._handlers()
 
     def compose(self) -> ComposeResult:
@@ -379,7 +372,8 @@ class ChatScreen(ThemedScreen):
             return "browse", keys
         if self.panel.display and self.panel.session_list.has_focus:
             keys = [("sessions.open", "Open"), ("sessions.rename", "Rename")]
-            keys += [("sessions.delete", "Delete"), ("sessions.undo", "Undo")]
+            keys += [("sessions.pin", "Pin"), ("sessions.delete", "Delete")]
+            keys += [("sessions.undo", "Undo")]
             return "chats", [*keys, ("chat.stop", "Close")]
         keys = []
         if self.is_streaming:
@@ -433,6 +427,7 @@ class ChatScreen(ThemedScreen):
             "theme": chosen_themes,
             "code": blocks,
             "save": blocks,
+            "tag": self.saved.tag_arguments,
         }
 
     def action_stop(self) -> None:
@@ -469,42 +464,7 @@ class ChatScreen(ThemedScreen):
         self.dialogue.fitting.open_panel()
 
     def action_prompts(self) -> None:
-        self._prompts("")
-
-    def _prompts(self, argument: str) -> None:
-        """`/prompts`: take a kept prompt; `/prompts save NAME`: keep the last (or marked)
-        question."""
-        word, _, name = argument.partition(" ")
-        if word == "save":
-            self._keep_prompt(name.strip())
-            return
-
-        def use(prompt: KeptPrompt | None) -> None:
-            if prompt is not None:
-                self.prompt.put_away()
-                self.prompt.set_text(prompt.text)
-                self.prompt.select_variable()
-                self.doubts.variables = unfilled(prompt.text)
-            self.prompt.focus()
-
-        kept = kept_prompts()
-        if kept:
-            self.app.push_screen(PromptsPanel(kept, argument), use)
-        else:
-            where = clean_line(f"{folder()}")
-            self.view.note(f"No prompt is kept yet: `/prompts save NAME`, or files in {where}.")
-
-    def _keep_prompt(self, name: str) -> None:
-        turn = self.dialogue.current
-        if turn is None:
-            self.view.warn("there is no question to keep yet")
-            return
-        try:
-            path = keep(name, turn.question)
-        except RequestError as error:
-            self.view.refuse(error)
-        else:
-            self.view.note(f"Kept as {clean_line(f'{path}')}.")
+        self.kept_prompts.run_command("")
 
     def action_fork(self) -> None:
         self.saved.fork()
@@ -611,7 +571,7 @@ class ChatScreen(ThemedScreen):
             "copy": alone(self.tools.copy_answer),
             "code": self.tools.copy_command,
             "save": self.tools.save_command,
-            "prompts": self._prompts,
+            "prompts": self.kept_prompts.run_command,
             "attach": self.files.run_command,
             "sampling": alone(self.settings.open_panel),
             "schema": partial(self.settings.set_form, "schema"),
@@ -627,6 +587,8 @@ class ChatScreen(ThemedScreen):
             "links": alone(self.tools.list_links),
             "sessions": alone(self.saved.toggle_panel),
             "rename": self.saved.rename_open,
+            "pin": alone(self.saved.pin_open),
+            "tag": self.saved.tag_open,
             "fork": alone(self.saved.fork),
             "export": self.saved.export,
             "import": self.saved.import_chat,

@@ -35,6 +35,8 @@ COMMANDS = (
     SlashCommand("links", "list the links of the last answer, to open or copy one"),
     SlashCommand("sessions", "list, search and open earlier chats"),
     SlashCommand("rename", "give this chat a name", "NAME"),
+    SlashCommand("pin", "keep this chat at the top of the list of chats, or no longer"),
+    SlashCommand("tag", "add tags to this chat; `-NAME` removes one, alone lists them", "NAME"),
     SlashCommand("fork", "go on in a new chat, with all up to the last question"),
     SlashCommand("export", "write this chat to a file; -f replaces one", "[-f] [md|json] PATH"),
     SlashCommand("import", "open a chat that was exported as JSON", "PATH"),

@@ -22,6 +22,7 @@ from termgen.tools.calls import CUT_WORDS, CallState, ToolCall, take_pieces
 from termgen.tools.text import LEAST_RESULT_CHARS, MAX_RESULT_CHARS
 from termgen.tui.chat.state.attachments import Attachment, with_files
 from termgen.tui.chat.state.context_policy import ALL, ContextPolicy, Cut
+from termgen.tui.chat.state.labels import Labels
 from termgen.tui.chat.state.thoughts import AnswerNews, Thought
 from termgen.tui.chat.state.tool_rounds import ToolRound
 from termgen.vocabulary.request import FinishReason
@@ -240,6 +241,7 @@ class Conversation:
         """The folder that it was begun in, where a client has named one."""
         self.title = ""
         """Taken from the first question until the chat is renamed."""
+        self.labels = Labels()
         self.policy = ContextPolicy.ASK
         """What is done when the context is full."""
         self.is_summary_off = False
