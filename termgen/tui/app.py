@@ -263,6 +263,8 @@ class TermgenApp(KeyedApp):
 
     async def on_event(self, event: events.Event) -> None:
         drop_letter(event)
+        if isinstance(event, events.Key) and isinstance(self.screen, ChatScreen):
+            self.screen.note_key(event.key)
         await super().on_event(event)
 
     def _draw_what_was_dropped(self) -> None:

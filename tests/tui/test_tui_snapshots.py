@@ -26,7 +26,9 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.tui.chat.approval_panel import ApprovalPanel
+from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.context_panel import ContextPanel
+from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import Conversation
 from termgen.tui.chat.state.labels import Labels
@@ -217,6 +219,20 @@ async def list_pins_and_tags(pilot: Pilot[Any]) -> None:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
 def test_chat_list_with_pins_and_tags(snap_compare: Compare, size: tuple[int, int]) -> None:
     assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=list_pins_and_tags)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_chat_found(snap_compare: Compare, size: tuple[int, int]) -> None:
+    async def find_words(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        await ask(app, pilot, "Why does chunked prefill help each decode?")
+        await ask(app, pilot, "/find decode token", wait=False)
+        await wait_until(pilot, lambda: isinstance(app.screen, FindPanel))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        await pilot.pause()
+
+    assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=find_words)
 
 
 def test_theme_chooser(snap_compare: Compare) -> None:

@@ -342,6 +342,14 @@ class ChatScreen(ThemedScreen):
         else:
             self.prompt.type(event.character)
 
+    def note_key(self, key: str) -> None:
+        """Take the marks from the words of a search: the user goes on. The key that stops does so
+        by itself, and nothing else then."""
+        if self.transcript.has_marks:
+            active = self.active_bindings.get(key)
+            if active is None or active.binding.action != "stop":
+                self.transcript.unmark()
+
     def on_paste(self, event: events.Paste) -> None:
         if isinstance(self.focused, TextArea | Input):
             return
@@ -433,7 +441,8 @@ class ChatScreen(ThemedScreen):
     def action_stop(self) -> None:
         """One step back: leave the list of chats, else stop the answer, else give up an edit, else
         leave browse mode, else begin to browse. Just after the end of an answer nothing happens:
-        the key was meant for the answer."""
+        the key was meant for the answer. Marked words of a search lose their marks."""
+        was_marked = self.transcript.unmark()
         if self.saved.leave_panel():
             return
         if self.is_streaming:
@@ -443,7 +452,7 @@ class ChatScreen(ThemedScreen):
         elif self.is_browsing or not self.prompt.has_focus:
             self.dialogue.mark(None)
             self.prompt.focus()
-        elif time.monotonic() - self._ended_s > STOP_GRACE_S:
+        elif not was_marked and time.monotonic() - self._ended_s > STOP_GRACE_S:
             self.begin_browsing()
 
     def action_clear(self) -> None:

@@ -477,11 +477,14 @@ class Dialogue:
             return
         self._go_to(turns[at])
 
-    def _go_to(self, turn: Turn) -> None:
+    def _go_to(self, turn: Turn, words: str = "") -> None:
+        """Mark a turn and bring it into view. words: what it was found by, marked in its text."""
         self.mark(turn)
         question, answer = self._entries[turn]
         self._view.transcript.bring_into_view(answer)
         self._view.transcript.bring_into_view(question)
+        if words.strip():
+            self._view.transcript.mark_words(words.split(), self._entries[turn])
 
     def find(self, wanted: str) -> None:
         """List the questions of the path, those with some words; mark the one that is chosen."""
@@ -491,18 +494,18 @@ class Dialogue:
             return
         marked = turns.index(self.marked) if self.marked is not None else None
 
-        def go(place: int | None) -> None:
+        def go(found: tuple[int, str] | None) -> None:
             # An answer may have come meanwhile, or another chat.
-            if place is not None and turns[place] in self.conversation.turns:
-                self._go_to(turns[place])
+            if found is not None and turns[found[0]] in self.conversation.turns:
+                self._go_to(turns[found[0]], found[1])
 
         self._view.screen.app.push_screen(FindPanel(turns, wanted, marked), go)
 
     def go_to_words(self, words: str) -> None:
-        """Mark the last turn of the path that has all of these words, if there is one."""
+        """Go to the last turn of the path that has all of these words, if there is one."""
         turns = self.conversation.turns
         if words and (hits := find(turns, words)):
-            self._go_to(turns[hits[-1].place])
+            self._go_to(turns[hits[-1].place], words)
 
     def switch_sibling(self, by: int) -> None:
         """Show a sibling of the turn under the cursor, with the path below it."""

@@ -59,8 +59,8 @@ def find(turns: Sequence[Turn], wanted: str) -> list[Hit]:
     return hits
 
 
-class FindPanel(SearchPanel[int]):
-    """Gives back the index of a turn."""
+class FindPanel(SearchPanel[tuple[int, str]]):
+    """Gives back the index of a turn, and the words that it was found by."""
 
     BINDINGS = [
         Binding("f8,up", "move(-1)", "Earlier", id="find.earlier", tooltip="An earlier question"),
@@ -86,9 +86,9 @@ class FindPanel(SearchPanel[int]):
         keys = f"⏎ go there · {earlier} earlier · {close} close"
         return "find in this chat", keys, "words of a question or its answer"
 
-    def find(self, wanted: str) -> tuple[Sequence[tuple[int, Content]], int]:
-        lines = [(hit.place, _line(hit)) for hit in find(self._turns, wanted)]
-        places = [place for place, _ in lines]
+    def find(self, wanted: str) -> tuple[Sequence[tuple[tuple[int, str], Content]], int]:
+        lines = [((hit.place, wanted), _line(hit)) for hit in find(self._turns, wanted)]
+        places = [place for (place, _), _ in lines]
         return lines, places.index(self._marked) if self._marked in places else len(places) - 1
 
 

@@ -126,6 +126,6 @@ async def test_a_chat_that_changed_behind_the_list_is_left_alone() -> None:
         await pilot.press("f8")
         panel = await opened(app, pilot)
         chat.action_new_chat()
-        panel.dismiss(0)
+        panel.dismiss((0, ""))
         await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
         assert app.chat.dialogue.marked is None
