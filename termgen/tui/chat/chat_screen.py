@@ -26,6 +26,7 @@ from termgen.tui.chat.context_panel import short_meter
 from termgen.tui.chat.dialogue import Dialogue
 from termgen.tui.chat.panels import HistoryPanel
 from termgen.tui.chat.prompts_panel import KeptPrompts
+from termgen.tui.chat.saved import titles
 from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_store import ChatStore, Resume
 from termgen.tui.chat.saved_chats import SavedChats
@@ -33,9 +34,10 @@ from termgen.tui.chat.state import attachments as files
 from termgen.tui.chat.state import commands
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.context_policy import POLICY_WORDS, ContextPolicy, short_cut_words
-from termgen.tui.chat.state.conversation import AnswerState, Conversation, PromptHistory
+from termgen.tui.chat.state.conversation import AnswerState, Conversation, PromptHistory, Turn
 from termgen.tui.chat.state.doubts import Doubts
 from termgen.tui.chat.system_prompt import SystemPrompt
+from termgen.tui.chat.titler import Titler
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.chat_rows import ChatStatus, empty_rows, status_row
 from termgen.tui.chat.widgets.completion import Arguments
@@ -101,7 +103,7 @@ class ChatScreen(ThemedScreen):
             self._new_conversation(),
             toolbox=toolbox or Toolbox(),
             clock=clock,
-            on_asked=lambda turn: self.saved.note_asked(turn),
+            on_asked=self._asked,
             on_ended=self._answer_ended,
         )
         self.tools = AnswerTools(view, self.dialogue)
@@ -117,6 +119,9 @@ class ChatScreen(ThemedScreen):
             begin=self._new_conversation,
             show=self.show_conversation,
             on_opened=self._send_next,
+        )
+        self.titler = Titler(
+            view, self.settings, self.dialogue, store, on_titled=self.saved.update_panel
         )
         self.doubts = Doubts()
         self.kept_prompts = KeptPrompts(view, self.dialogue, self.doubts)
@@ -135,6 +140,8 @@ class ChatScreen(ThemedScreen):
         self.watch(self.transcript, "scroll_y", self.status.repaint, init=False)
         self.saved.start()
         self.dialogue.start()
+        if self._ui.titles == titles.MODEL:
+            self.titler.start()
 
     def on_unmount(self) -> None:
         self.autosave.flush()
@@ -243,6 +250,10 @@ class ChatScreen(ThemedScreen):
         if message is not None:
             self.dialogue.ask(message.text, message.attachments)
 
+    def _asked(self, turn: Turn) -> None:
+        self.titler.note_use()
+        self.saved.note_asked(turn)
+
     def _answer_ended(self, state: AnswerState) -> None:
         """Send the next message; after a stop or a failure hold it, as the user may not want it."""
         self._ended_s = time.monotonic()
@@ -343,8 +354,9 @@ class ChatScreen(ThemedScreen):
             self.prompt.type(event.character)
 
     def note_key(self, key: str) -> None:
-        """Take the marks from the words of a search: the user goes on. The key that stops does so
-        by itself, and nothing else then."""
+        """The user goes on: no title is written meanwhile, and the words of a search lose their
+        marks. The key that stops takes these by itself, and does nothing else then."""
+        self.titler.note_use()
         if self.transcript.has_marks:
             active = self.active_bindings.get(key)
             if active is None or active.binding.action != "stop":

@@ -137,7 +137,7 @@ class SavedChats:
             if self._dialogue.conversation is not conversation:
                 return
             self._seen = seen
-            conversation.labels = labels_of(session.params)
+            conversation.labels, conversation.title = labels_of(session.params), session.title
             cut = conversation.cut
             added, changed = take_others(conversation, turns, own=self._asked_here)
         except ChatStoreError as error:

@@ -42,6 +42,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE tags (session_id TEXT NOT NULL, tag TEXT NOT NULL,"
         " PRIMARY KEY (session_id, tag))",
     ),
+    ("ALTER TABLE sessions ADD COLUMN title_by TEXT NOT NULL DEFAULT ''",),
 )
 """Steps from each schema version to the next. Never change a released one."""
 
@@ -60,6 +61,8 @@ _WORD_TRIGGERS = {
 SESSION_COLUMNS = tuple(SessionRecord.__dataclass_fields__)
 TURN_COLUMNS = tuple(TurnRecord.__dataclass_fields__)
 _LABELS = (PINNED, TAGS)
+BY_USER, BY_MODEL = "user", "model"
+"""Who gave a title; empty for the words of the first question."""
 BUSY_S = 5.0
 """How long to wait for another process that writes."""
 RETRY_S = 0.01
@@ -264,12 +267,13 @@ class ChatDatabase:
             raise
 
     def save_session(self, session: SessionRecord) -> None:
-        """Save a chat. The title is set once; only `rename` changes it. A deleted chat is
-        restored. Labels are saved by `pin` and `tag`: another window may have changed them."""
+        """Save a chat. The title is set once; only `rename` and `retitle` change it. A deleted chat
+        is restored. Labels are saved by `pin` and `tag`: another window may have changed them."""
         params = {name: value for name, value in session.params.items() if name not in _LABELS}
         self._put(
-            "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, NULL)"
+            f"INSERT INTO sessions ({', '.join(SESSION_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?, ?)"
             " ON CONFLICT (session_id) DO UPDATE SET deleted_s = NULL,"
+            " title_by = CASE WHEN deleted_s IS NULL THEN title_by ELSE '' END,"
             " title = CASE WHEN deleted_s IS NULL THEN title ELSE excluded.title END,"
             " updated_s = max(updated_s, excluded.updated_s), model_id = excluded.model_id,"
             " system_prompt = excluded.system_prompt, params = excluded.params",
@@ -322,7 +326,22 @@ class ChatDatabase:
         self._put("DELETE FROM turns WHERE turn_id = ?", turn_id)
 
     def rename(self, session_id: str, title: str) -> None:
-        self._put("UPDATE sessions SET title = ? WHERE session_id = ?", title, session_id)
+        self._put(
+            "UPDATE sessions SET title = ?, title_by = ? WHERE session_id = ?",
+            title,
+            BY_USER,
+            session_id,
+        )
+
+    def retitle(self, session_id: str, before: str, title: str) -> bool:
+        """Take a title by the model in place of the one before. False if that has changed
+        meanwhile, or is the user's own."""
+        done = self._connection.execute(
+            "UPDATE sessions SET title = ?, title_by = ?"
+            " WHERE session_id = ? AND title = ? AND title_by = '' AND deleted_s IS NULL",
+            (title, BY_MODEL, session_id, before),
+        )
+        return done.rowcount == 1
 
     def delete(self, session_id: str) -> None:
         """Delete a chat; `restore` can bring it back for a day."""
