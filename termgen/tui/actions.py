@@ -17,8 +17,9 @@ from termgen.tui.chat.approval_panel import ApprovalPanel
 from termgen.tui.chat.chat_keys import COPY_KEYS
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.context_panel import ContextPanel
-from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import LinksPanel
+from termgen.tui.chat.lists.find_panel import FindPanel
+from termgen.tui.chat.lists.tree_panel import TreePanel
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.chat.prompts_panel import PromptsPanel
 from termgen.tui.chat.token_lens import LensScreen
@@ -39,6 +40,7 @@ BOXES = (
     HistoryPanel,
     LinksPanel,
     FindPanel,
+    TreePanel,
     PromptsPanel,
     ContextPanel,
     ApprovalPanel,
@@ -61,6 +63,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "chat.stop",
         "chat.sibling_before",
         "chat.sibling_after",
+        "chat.tree",
         "chat.tokens",
         "chat.links",
         "chat.thoughts",
@@ -137,6 +140,7 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("earlier prompts", [*HistoryPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("kept prompts", [*PromptsPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("find", [*FindPanel.BINDINGS, *first], Input.BINDINGS + every),
+        Scope("tree", [*TreePanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("context", [*ContextPanel.BINDINGS, *first], every),
         Scope("approval", [*ApprovalPanel.BINDINGS, *first], every),
         Scope("engine", [*SilentScreen.BINDINGS, *app], every),

@@ -28,8 +28,9 @@ from termgen.tui.bench.bench_view import BenchView
 from termgen.tui.chat.approval_panel import ApprovalPanel
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.context_panel import ContextPanel
-from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import Link, LinksPanel
+from termgen.tui.chat.lists.find_panel import FindPanel
+from termgen.tui.chat.lists.tree_panel import TreePanel
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.chat.prompts_panel import PromptsPanel
 from termgen.tui.chat.state.context_policy import ContextPolicy
@@ -80,6 +81,7 @@ OVER: dict[str, Callable[[], Screen[Any]]] = {
     "earlier prompts": lambda: HistoryPanel(["one", "two"]),
     "kept prompts": lambda: PromptsPanel([KeptPrompt("one", "1"), KeptPrompt("two", "2")]),
     "find": lambda: FindPanel([Turn("one"), Turn("two")]),
+    "tree": lambda: TreePanel(Turn("root", children=[Turn("one"), Turn("two")]), (), None),
     "context": lambda: ContextPanel(_never, ContextPolicy.ASK),
     "approval": lambda: ApprovalPanel(
         ToolCall("files_read", "{}"),

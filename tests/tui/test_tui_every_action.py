@@ -60,6 +60,7 @@ ACTION_OF_COMMAND = {
     "retry": "chat.retry",
     "edit": "chat.edit",
     "find": "chat.find",
+    "tree": "chat.tree",
     "tokens": "chat.tokens",
     "links": "chat.links",
     "sessions": "chat.sessions",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fake_engine import Script
 from textual.pilot import Pilot
+from textual.widgets import Input
 from tool_samples import KNOWS_TOOLS, box_of, hermes
 from tui_harness import (
     ANSWER,
@@ -28,7 +29,8 @@ from termgen.config import UIConfig
 from termgen.tui.chat.approval_panel import ApprovalPanel
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.context_panel import ContextPanel
-from termgen.tui.chat.find_panel import FindPanel
+from termgen.tui.chat.lists.find_panel import FindPanel
+from termgen.tui.chat.lists.tree_panel import TreePanel
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import Conversation
 from termgen.tui.chat.state.labels import Labels
@@ -233,6 +235,31 @@ def test_chat_found(snap_compare: Compare, size: tuple[int, int]) -> None:
         await pilot.pause()
 
     assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=find_words)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_chat_tree(snap_compare: Compare, size: tuple[int, int]) -> None:
+    async def show_tree(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        await ask(app, pilot, "Why does chunked prefill help?")
+        await ask(app, pilot, "And what does it cost?")
+        await pilot.press("alt+r")
+        await wait_until(pilot, lambda: len(app.chat.conversation.turns[0].children) == 2)
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
+        await ask(app, pilot, "Is it worth that?")
+        app.chat.dialogue.mark(app.chat.conversation.turns[1])
+        await pilot.press("alt+e")
+        app.chat.prompt.text = "And what does it cost on a small GPU?"
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: len(app.chat.conversation.turns[0].children) == 3)
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
+        await pilot.press("alt+d")
+        await wait_until(pilot, lambda: isinstance(app.screen, TreePanel))
+        app.screen.query_one(Input).cursor_blink = False
+        await pilot.press("up")
+        await pilot.pause()
+
+    assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=show_tree)
 
 
 def test_theme_chooser(snap_compare: Compare) -> None:

@@ -94,6 +94,14 @@ KEYS = [
         tooltip="The questions of this chat; type words to find them and their answers (/find)",
     ),
     Binding(
+        "alt+d",
+        "tree",
+        "Branches",
+        show=False,
+        id="chat.tree",
+        tooltip="The branches of this chat as a tree: edits and other answers (/tree)",
+    ),
+    Binding(
         "c,y",
         "copy_answer",
         "Copy answer",

@@ -530,6 +530,9 @@ class ChatScreen(ThemedScreen):
     def action_find(self) -> None:
         self.dialogue.find("")
 
+    def action_tree(self) -> None:
+        self.dialogue.open_tree("")
+
     def action_edit_system(self) -> None:
         self.system.open_panel()
 
@@ -604,6 +607,7 @@ class ChatScreen(ThemedScreen):
             "retry": alone(self.dialogue.regenerate),
             "edit": alone(self.dialogue.edit),
             "find": self.dialogue.find,
+            "tree": self.dialogue.open_tree,
             "tokens": alone(self.dialogue.look_at_tokens),
             "links": alone(self.tools.list_links),
             "sessions": alone(self.saved.toggle_panel),

@@ -23,10 +23,11 @@ from termgen.tools.request import ToolRequest
 from termgen.tools.text import result_chars
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.asking import QuestionFiles, Settings
-from termgen.tui.chat.find_panel import FindPanel, find
 from termgen.tui.chat.fitting import Fitting
+from termgen.tui.chat.lists.find_panel import FindPanel, find
+from termgen.tui.chat.lists.tree_panel import TreePanel
 from termgen.tui.chat.saved.autosave import Autosave
-from termgen.tui.chat.saved.chat_records import restored_params
+from termgen.tui.chat.saved.chat_records import all_turns, restored_params
 from termgen.tui.chat.state.answer_branch import Branch, branch_at, read_branch
 from termgen.tui.chat.state.answer_tokens import AnswerTokens, score_text, score_written
 from termgen.tui.chat.state.attachments import Attachment
@@ -502,10 +503,47 @@ class Dialogue:
         self._view.screen.app.push_screen(FindPanel(turns, wanted, marked), go)
 
     def go_to_words(self, words: str) -> None:
-        """Go to the last turn of the path that has all of these words, if there is one."""
+        """Go to the last turn of the path that has all of these words, if there is one; else say
+        whether another branch has them."""
         turns = self.conversation.turns
         if words and (hits := find(turns, words)):
             self._go_to(turns[hits[-1].place], words)
+        elif words and find(all_turns(self.conversation), words):
+            key = self._view.key("chat.tree")
+            self._view.note(
+                "The words are on another branch of this chat.", hint=f"{key} lists them."
+            )
+
+    def open_tree(self, wanted: str) -> None:
+        """List the turns of all branches, or those with some words; show the branch of the one that
+        is chosen."""
+        chat = self.conversation
+        if not chat.turns:
+            self._view.notify("nothing was asked in this chat yet")
+            return
+
+        def show(found: tuple[Turn, str] | None) -> None:
+            # Another window may have removed it meanwhile, or another chat is open.
+            if found is not None and self.conversation is chat and chat.has(found[0]):
+                self._show_branch(*found)
+
+        panel = TreePanel(chat.root, chat.turns, self.current, wanted)
+        self._view.screen.app.push_screen(panel, show)
+
+    def _show_branch(self, turn: Turn, words: str) -> None:
+        if turn not in self.conversation.turns:
+            if self.is_streaming:
+                self.say_streaming()
+                return
+            for chosen in self.conversation.choose_path(turn):
+                self._autosave.chose(self.conversation, chosen)
+            self.show_path()
+            self.fitting.count()
+        if turn is self.conversation.turns[-1] and not words:
+            self.mark(None)
+            self._view.transcript.to_end()
+        else:
+            self._go_to(turn, words)
 
     def switch_sibling(self, by: int) -> None:
         """Show a sibling of the turn under the cursor, with the path below it."""

@@ -9,7 +9,7 @@ from textual.content import Content
 
 from termgen.errors import RequestError
 from termgen.tui.chat.dialogue import Dialogue
-from termgen.tui.chat.search_panel import SearchPanel
+from termgen.tui.chat.lists.search_panel import SearchPanel
 from termgen.tui.chat.state.doubts import Doubts
 from termgen.tui.chat.state.prompt_library import (
     KeptPrompt,

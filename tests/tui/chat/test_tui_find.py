@@ -10,8 +10,8 @@ from textual.widgets import Input, OptionList
 from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, wait_until
 
 from termgen.tui.chat.chat_screen import ChatScreen
-from termgen.tui.chat.find_panel import FindPanel as Panel
-from termgen.tui.chat.find_panel import Hit, find
+from termgen.tui.chat.lists.find_panel import FindPanel as Panel
+from termgen.tui.chat.lists.find_panel import Hit, find
 from termgen.tui.chat.state.conversation import Turn
 
 SIZE = (80, 24)

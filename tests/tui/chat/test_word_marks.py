@@ -14,7 +14,7 @@ from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, wait_until
 
 from termgen.tui.chat import chat_screen as chat_module
 from termgen.tui.chat.chat_screen import ChatScreen
-from termgen.tui.chat.find_panel import FindPanel
+from termgen.tui.chat.lists.find_panel import FindPanel
 from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.chat.widgets.word_marks import MARK, WordMarks
 from termgen.tui.paint.spans import Row, row_text

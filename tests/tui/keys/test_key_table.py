@@ -37,6 +37,7 @@ SCENES += (
     "earlier prompts",
     "kept prompts",
     "find",
+    "tree",
     "context",
     "approval",
     "silent",

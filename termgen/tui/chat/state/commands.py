@@ -31,6 +31,7 @@ COMMANDS = (
     SlashCommand("retry", "answer the last question again, beside its answer"),
     SlashCommand("edit", "edit the last question; sending it makes a branch"),
     SlashCommand("find", "the questions of this chat, or turns that have these words", "WORDS"),
+    SlashCommand("tree", "the branches of this chat, or turns that have these words", "WORDS"),
     SlashCommand("tokens", "how likely the answer's tokens were; branch from one"),
     SlashCommand("links", "list the links of the last answer, to open or copy one"),
     SlashCommand("sessions", "list, search and open earlier chats"),

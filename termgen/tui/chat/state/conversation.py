@@ -316,6 +316,23 @@ class Conversation:
         turn.parent.chosen = turn.siblings[place]
         return turn.parent.chosen
 
+    def choose_path(self, turn: Turn) -> list[Turn]:
+        """Put a turn on the path, with what is chosen below it; returns the turns that were chosen
+        instead of others, the last first."""
+        changed: list[Turn] = []
+        while turn.parent is not None:
+            if turn.parent.chosen is not turn:
+                turn.parent.chosen = turn
+                changed.append(turn)
+            turn = turn.parent
+        return changed
+
+    def has(self, turn: Turn) -> bool:
+        """True if a turn is in the tree."""
+        while turn.parent is not None and turn in turn.parent.children:
+            turn = turn.parent
+        return turn is self.root
+
     def remove(self, turn: Turn) -> None:
         """Take a turn out, with all below it. On the path, the one that it replaced comes back."""
         parent, place = turn.parent, turn.place

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from textual.binding import Binding
 from textual.content import Content
 
-from termgen.tui.chat.search_panel import SearchPanel
+from termgen.tui.chat.lists.search_panel import SearchPanel
 from termgen.tui.chat.state.conversation import Turn
 from termgen.tui.keys.keymap import brief_key_of
 from termgen.tui.paint.sanitize import clean_line
@@ -33,7 +33,7 @@ class Hit(NamedTuple):
 def find(turns: Sequence[Turn], wanted: str) -> list[Hit]:
     """Turns whose question and answer together have every word, in whatever case; all without
     words."""
-    words = [re.compile(re.escape(word), re.IGNORECASE) for word in wanted.split()]
+    words = words_pattern(wanted)
     hits = []
     for place, turn in enumerate(turns):
         missing = [word for word in words if not word.search(turn.question)]
@@ -57,6 +57,11 @@ def find(turns: Sequence[Turn], wanted: str) -> list[Hit]:
             )
         )
     return hits
+
+
+def words_pattern(wanted: str) -> list[re.Pattern[str]]:
+    """What finds each word, in whatever case."""
+    return [re.compile(re.escape(word), re.IGNORECASE) for word in wanted.split()]
 
 
 class FindPanel(SearchPanel[tuple[int, str]]):
