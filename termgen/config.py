@@ -502,6 +502,11 @@ class UIConfig:
         "title that the model writes when the chat and the engine are idle",
         choices=("words", "model"),
     )
+    beside: tuple[str, ...] = setting(
+        (),
+        "a server that /beside asks by its name; may be repeated. The variable has its key",
+        metavar="NAME=URL [MODEL] [key=VARIABLE]",
+    )
     tools: tuple[str, ...] = setting(
         (),
         "let the model of a chat use tools, each call after you approve it. files: list, read and "

@@ -37,6 +37,7 @@ CHAT_ONLY = (
     "chat_db",
     "context_policy",
     "titles",
+    "beside",
     "tools",
 )
 """Chat settings that `serve` has no flags for, as requests bring their own."""

@@ -12,6 +12,7 @@ from termgen.config import EngineConfig, UIConfig
 from termgen.errors import EngineError, ModelError, TermgenError
 from termgen.library import catalog
 from termgen.library.progress import TerminalProgress
+from termgen.remote.other_servers import OtherServers
 from termgen.system.choices import MODEL, Choices
 from termgen.system.remembered import Remembered
 from termgen.tools.toolbox import Toolbox
@@ -36,6 +37,7 @@ def run_chat(
     from termgen.tui.chat.saved.chat_store import chats_to_begin_with
 
     TermgenApp.check_settings(ui)
+    others = OtherServers(ui.beside)
     chats, resume = chats_to_begin_with(ui.chat_db, session, given)
     remembered = Remembered.of_user()
     config, chosen, notice = with_last_model(config, remembered)
@@ -62,6 +64,7 @@ def run_chat(
         resume=resume,
         toolbox=toolbox,
         found_by=lambda: model_argument(holder.config),
+        others=others,
         remembered=remembered,
         notices=(notice,),
     )

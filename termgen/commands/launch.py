@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from termgen.tools.toolbox import Toolbox
     from termgen.tui.app import TermgenApp
     from termgen.tui.chat.saved.chat_store import ChatStore, Resume
-    from termgen.vocabulary.model_shelf import ModelShelf
+    from termgen.vocabulary.model_shelf import ModelShelf, OtherModels
 
 Progress = Callable[[str, float], None]
 StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
@@ -157,6 +157,7 @@ def run_app(
     resume: Resume | None = None,
     toolbox: Toolbox | None = None,
     found_by: Callable[[], Sequence[str]] = tuple,
+    others: OtherModels | None = None,
     remembered: Remembered,
     notices: Sequence[str] = (),
 ) -> int:
@@ -179,6 +180,7 @@ def run_app(
         resume=resume,
         toolbox=toolbox,
         found_by=found_by,
+        others=others,
         remembered=remembered,
         notices=notices,
     )

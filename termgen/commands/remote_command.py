@@ -175,11 +175,13 @@ def run_remote_chat(
     given: Mapping[str, Any],
 ) -> int:
     """Chat until the user quits. `session` and `given` as for `run_chat`."""
+    from termgen.remote.other_servers import OtherServers
     from termgen.system.remembered import Remembered
     from termgen.tui.app import RemoteApp
     from termgen.tui.chat.saved.chat_store import chats_to_begin_with
 
     RemoteApp.check_settings(ui)
+    others = OtherServers(ui.beside, own_url=target.url, own_key=target.api_key)
     chats, resume = chats_to_begin_with(ui.chat_db, session, given)
     holder = RemoteHolder(target)
     app = RemoteApp(
@@ -191,6 +193,7 @@ def run_remote_chat(
         resume=resume,
         toolbox=toolbox,
         found_by=lambda: holder.arguments,
+        others=others,
         remembered=Remembered.of_user(),
         open_feed=lambda: holder.open_feed(ui.dashboard_hz),
     )

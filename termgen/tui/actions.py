@@ -14,6 +14,7 @@ from textual.widgets import Input, TextArea
 
 from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen, bench_engine_keys
 from termgen.tui.chat.approval_panel import ApprovalPanel
+from termgen.tui.chat.beside_screen import BesideScreen
 from termgen.tui.chat.chat_keys import COPY_KEYS
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.context_panel import ContextPanel
@@ -41,6 +42,7 @@ BOXES = (
     LinksPanel,
     FindPanel,
     TreePanel,
+    BesideScreen,
     PromptsPanel,
     ContextPanel,
     ApprovalPanel,
@@ -56,6 +58,7 @@ the app's priority bindings."""
 SUBJECTS: Mapping[str, tuple[str, ...]] = {
     "Answer": (
         "chat.retry",
+        "chat.beside",
         "chat.copy",
         "chat.copy_block_1",
         "chat.save",
@@ -141,6 +144,7 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("kept prompts", [*PromptsPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("find", [*FindPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("tree", [*TreePanel.BINDINGS, *first], Input.BINDINGS + every),
+        Scope("beside", [*BesideScreen.BINDINGS, *first], every),
         Scope("context", [*ContextPanel.BINDINGS, *first], every),
         Scope("approval", [*ApprovalPanel.BINDINGS, *first], every),
         Scope("engine", [*SilentScreen.BINDINGS, *app], every),

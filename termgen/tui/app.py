@@ -67,7 +67,7 @@ from termgen.tui.themes import theme_files as themes
 from termgen.tui.themes.theme_chooser import ThemeChooser
 from termgen.tui.themes.theme_shelf import ThemeShelf
 from termgen.vocabulary.alerts import parse_alerts
-from termgen.vocabulary.model_shelf import ModelShelf, Switch
+from termgen.vocabulary.model_shelf import ModelShelf, OtherModels, Switch
 
 MOST_QUEUED = 20
 """Writes. A start and an end take ten or so at once, and a frame two or three."""
@@ -197,6 +197,7 @@ class TermgenApp(KeyedApp):
         resume: Resume | None = None,
         toolbox: Toolbox | None = None,
         found_by: Callable[[], Sequence[str]] = tuple,
+        others: OtherModels | None = None,
         remembered: Remembered | None = None,
         notices: Sequence[str] = (),
     ) -> None:
@@ -205,7 +206,7 @@ class TermgenApp(KeyedApp):
         the start.
 
         Without `chats`, they are kept in memory, without `remembered`, choices are for this run
-        only. toolbox: what a chat's model may call.
+        only. toolbox: what a chat's model may call. others: models that it may be compared with.
         """
         super().__init__()
         assert start_screen in ("chat", "dashboard", "bench")
@@ -214,6 +215,7 @@ class TermgenApp(KeyedApp):
         self.resume = resume
         self.toolbox = toolbox or Toolbox()
         self._found_by = found_by
+        self.others = others
         self.choices = Choices(remembered)
         self._notices = [*notices, self.choices.fault]
         self.resume_command = ""
@@ -367,7 +369,12 @@ class TermgenApp(KeyedApp):
 
     def make_chat(self, client: EngineClient) -> ChatScreen:
         return ChatScreen(
-            client, self.ui, chats=self.chats, resume=self.resume, toolbox=self.toolbox
+            client,
+            self.ui,
+            chats=self.chats,
+            resume=self.resume,
+            toolbox=self.toolbox,
+            others=self.others,
         )
 
     def make_dashboard(self, client: EngineClient) -> DashboardScreen:

@@ -58,6 +58,7 @@ ACTION_OF_COMMAND = {
     "compact": "chat.compact",
     "context": "chat.context",
     "retry": "chat.retry",
+    "beside": "chat.beside",
     "edit": "chat.edit",
     "find": "chat.find",
     "tree": "chat.tree",

@@ -16,6 +16,7 @@ from tui_harness import (
     NOW_NS,
     SECOND,
     FrozenApp,
+    TimedEngine,
     ask,
     chat_engine,
     feed_dashboard,
@@ -27,6 +28,7 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.tui.chat.approval_panel import ApprovalPanel
+from termgen.tui.chat.beside_screen import BesideScreen
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.context_panel import ContextPanel
 from termgen.tui.chat.lists.find_panel import FindPanel
@@ -260,6 +262,42 @@ def test_chat_tree(snap_compare: Compare, size: tuple[int, int]) -> None:
         await pilot.pause()
 
     assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=show_tree)
+
+
+class OtherEngine(TimedEngine):
+    """A server beside the engine, whose answer is half written."""
+
+    names: tuple[tuple[str, str], ...] = ()
+
+    async def open(self, _wanted: str) -> OtherEngine:
+        return self
+
+    async def aclose(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_chat_beside(snap_compare: Compare, size: tuple[int, int]) -> None:
+    other = OtherEngine(
+        script=Script(pieces=pieces(ANSWER), hold_after=30),
+        model=chat_engine(model_id="qwen3-8b").model,
+    )
+
+    async def compare(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        await ask(app, pilot, "Why does chunked prefill help?")
+        await ask(app, pilot, "/beside http://gpu-box:8000", wait=False)
+        await wait_until(pilot, lambda: isinstance(app.screen, BesideScreen))
+        assert isinstance(app.screen, BesideScreen)
+        small, large = app.screen.columns
+        await wait_until(pilot, lambda: not small.is_streaming)
+        await wait_until(pilot, lambda: large.turn.stats.output_tokens == 30)
+        large.draw()
+        app.clear_notifications()
+        await pilot.pause()
+
+    app = FrozenApp(chat_engine(), others=other)
+    assert snap_compare(app, terminal_size=size, run_before=compare)
 
 
 def test_theme_chooser(snap_compare: Compare) -> None:

@@ -279,6 +279,7 @@ def _begins(name: str, key: str, title: str, tooltip: str) -> Binding:
 COMMAND_KEYS = [
     _begins("attach", "alt+a", "Attach a file", "Send a text file with the next question"),
     _begins("save", "alt+s", "Save code block", "Write a code block to a new file"),
+    _begins("beside", "alt+q", "Ask another model", "Ask another server the last question, too"),
     _begins("schema", "alt+j", "JSON schema", "Ask for answers as JSON of a schema"),
     _begins("regex", "alt+x", "Regular expression", "Ask for answers that match an expression"),
     _begins("choice", "alt+c", "Choice", "Ask for answers that are one of some"),

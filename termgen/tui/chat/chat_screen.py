@@ -21,6 +21,7 @@ from termgen.config import UIConfig
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.answer_tools import AnswerTools
 from termgen.tui.chat.asking import QuestionFiles, Settings
+from termgen.tui.chat.beside import Beside
 from termgen.tui.chat.chat_keys import COMMAND_KEYS, COPY_KEYS, KEYS, TOOL_KEYS
 from termgen.tui.chat.context_panel import short_meter
 from termgen.tui.chat.dialogue import Dialogue
@@ -58,6 +59,7 @@ from termgen.tui.keys.keymap import brief_key_of, key_of
 from termgen.tui.paint.canvas_screen import ThemedScreen
 from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.spans import Row, cut
+from termgen.vocabulary.model_shelf import OtherModels
 
 METER_SHARE = 0.5
 """Share of the context from which on the status line says what it holds."""
@@ -79,6 +81,7 @@ class ChatScreen(ThemedScreen):
         chats: ChatStore | None = None,
         resume: Resume | None = None,
         toolbox: Toolbox | None = None,
+        others: OtherModels | None = None,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -123,6 +126,7 @@ class ChatScreen(ThemedScreen):
         self.titler = Titler(
             view, self.settings, self.dialogue, store, on_titled=self.saved.update_panel
         )
+        self.beside = Beside(view, self.settings, self.dialogue, others, clock=clock)
         self.doubts = Doubts()
         self.kept_prompts = KeptPrompts(view, self.dialogue, self.doubts)
         self.command_table = self._handlers()
@@ -448,6 +452,7 @@ class ChatScreen(ThemedScreen):
             "code": blocks,
             "save": blocks,
             "tag": self.saved.tag_arguments,
+            "beside": lambda: self.beside.names,
         }
 
     def action_stop(self) -> None:
@@ -605,6 +610,7 @@ class ChatScreen(ThemedScreen):
             "compact": self._compact,
             "context": alone(self.dialogue.fitting.open_panel),
             "retry": alone(self.dialogue.regenerate),
+            "beside": self.beside.run_command,
             "edit": alone(self.dialogue.edit),
             "find": self.dialogue.find,
             "tree": self.dialogue.open_tree,

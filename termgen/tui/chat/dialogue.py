@@ -580,6 +580,20 @@ class Dialogue:
         self.stop_answer()
         self.ask(turn.question, turn.attachments, beside=turn)
 
+    def keep_answer(self, chat: Conversation, turn: Turn, answered: Turn) -> None:
+        """Put an answer that was given beside the chat into it, beside that of a turn."""
+        if self.conversation is not chat or not chat.has(turn) or self.is_streaming:
+            self._view.warn("the chat has gone on: the answer is not kept")
+            return
+        chat.choose_path(turn)
+        chat.put_beside(turn, answered)
+        self._autosave.asked(chat, answered, self._settings.params, own=self._settings.own)
+        self._autosave.ended(chat, answered)
+        self.show_path()
+        self._view.transcript.to_end()
+        self.fitting.count()
+        self._on_asked(answered)
+
     def look_at_tokens(self) -> None:
         """Open the token lens on the answer under the cursor; a branch chosen there is answered."""
         turn = self.current

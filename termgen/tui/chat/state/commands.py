@@ -29,6 +29,7 @@ COMMANDS = (
     SlashCommand("compact", "send a summary in place of the older turns", "FOCUS"),
     SlashCommand("context", "what the context holds, and what is done when it is full"),
     SlashCommand("retry", "answer the last question again, beside its answer"),
+    SlashCommand("beside", "ask another server the last question too", "NAME|URL MODEL"),
     SlashCommand("edit", "edit the last question; sending it makes a branch"),
     SlashCommand("find", "the questions of this chat, or turns that have these words", "WORDS"),
     SlashCommand("tree", "the branches of this chat, or turns that have these words", "WORDS"),

@@ -352,13 +352,28 @@ class Conversation:
         instead of what is left out now."""
         return ChatPrompt(self.messages(self.turns, cut))
 
-    def prompt_with_answer(self, turn: Turn) -> ChatPrompt:
-        """Everything said up to the end of this turn's answer, on which could be gone on."""
+    def prompt_for(self, turn: Turn) -> ChatPrompt:
+        """The prompt for a turn below one of the tree, or below the root."""
+        return ChatPrompt(self.messages(self._path_to(turn)))
+
+    def _path_to(self, turn: Turn) -> list[Turn]:
         path = [turn]
         while path[-1].parent is not self.root:
             assert path[-1].parent is not None, "it is in the tree"
             path.append(path[-1].parent)
-        messages = self.messages(path[::-1])
+        return path[::-1]
+
+    def put_beside(self, turn: Turn, answered: Turn) -> None:
+        """Put a turn that was answered elsewhere in the place of one on the path."""
+        parent = turn.parent
+        assert parent is not None, "the root is not a turn"
+        answered.parent, answered.instead_of = parent, parent.chosen
+        parent.children.append(answered)
+        parent.chosen = answered
+
+    def prompt_with_answer(self, turn: Turn) -> ChatPrompt:
+        """Everything said up to the end of this turn's answer, on which could be gone on."""
+        messages = self.messages(self._path_to(turn))
         return ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
 
     def messages(self, path: Sequence[Turn], cut: Cut | None = None) -> list[dict[str, Any]]:
