@@ -505,6 +505,17 @@ class UIConfig:
         "keep the first turn and the last ones; summarise: the same, and a summary of the others",
         choices=CONTEXT_POLICIES,
     )
+    titles: str = setting(
+        "words",
+        "what chats are named after. words: the beginning of the first question; model: a short "
+        "title that the model writes when the chat and the engine are idle",
+        choices=("words", "model"),
+    )
+    beside: tuple[str, ...] = setting(
+        (),
+        "a server that /beside asks by its name; may be repeated. The variable has its key",
+        metavar="NAME=URL [MODEL] [key=VARIABLE]",
+    )
     tools: tuple[str, ...] = setting(
         (),
         "let the model of a chat use tools, each call after you approve it. files: list, read and "

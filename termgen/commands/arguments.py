@@ -36,6 +36,8 @@ CHAT_ONLY = (
     "max_tokens",
     "chat_db",
     "context_policy",
+    "titles",
+    "beside",
     "tools",
 )
 """Chat settings that `serve` has no flags for, as requests bring their own."""

@@ -35,6 +35,7 @@ from termgen.commands.exit_codes import INTERRUPTED, OK
 from termgen.commands.top_command import read_key
 from termgen.config import UIConfig
 from termgen.errors import EngineError
+from termgen.system.remembered import Remembered
 from termgen.tui.bench.bench_view import BenchView, Plane, Section, Series, Spread, Target, TimesRow
 from termgen.tui.bench_app import BenchApp
 from termgen.tui.feeds.attach import RemoteFeed
@@ -193,7 +194,14 @@ async def _show_and_measure(
             if watch.outcome is None:
                 app.exit()
 
-        app = BenchApp(watch.view, begin=begin, stop=watch.stop, open_feed=watch.open_feed, ui=ui)
+        app = BenchApp(
+            watch.view,
+            begin=begin,
+            stop=watch.stop,
+            open_feed=watch.open_feed,
+            ui=ui,
+            remembered=Remembered.of_user(),
+        )
         await app.run_async()
         if watch.task is None:  # the screen could not be opened and has printed the reason
             return app.return_code or OK

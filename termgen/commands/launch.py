@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from termgen.commands.exit_codes import OK
 from termgen.config import EngineConfig, ServerConfig, UIConfig
+from termgen.system.remembered import Remembered
 
 if TYPE_CHECKING:
     from termgen.client import EngineClient
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from termgen.tools.toolbox import Toolbox
     from termgen.tui.app import TermgenApp
     from termgen.tui.chat.saved.chat_store import ChatStore, Resume
-    from termgen.vocabulary.model_shelf import ModelShelf
+    from termgen.vocabulary.model_shelf import ModelShelf, OtherModels
 
 Progress = Callable[[str, float], None]
 StartEngine = Callable[[Progress], Awaitable["EngineClient"]]
@@ -98,13 +99,14 @@ def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -
         served.stop,
         ui,
         start_screen="dashboard",
-        found_by=model_argument(holder.config),
+        found_by=lambda: model_argument(holder.config),
+        remembered=Remembered.of_user(),
     )
 
 
 def model_argument(config: EngineConfig) -> tuple[str, ...]:
-    """The command line's word for the model; none for the default one."""
-    return () if config.model is None else (config.model,)
+    """The command line's words for the model; none for the default one."""
+    return () if config.model is None else ("--model", config.model)
 
 
 class ServedEngine:
@@ -154,10 +156,13 @@ def run_app(
     chats: ChatStore | None = None,
     resume: Resume | None = None,
     toolbox: Toolbox | None = None,
-    found_by: Sequence[str] = (),
+    found_by: Callable[[], Sequence[str]] = tuple,
+    others: OtherModels | None = None,
+    remembered: Remembered,
+    notices: Sequence[str] = (),
 ) -> int:
-    """Run the terminal app until the user quits. It starts and stops the engine. found_by: see
-    `TermgenApp`."""
+    """Run the terminal app until the user quits. It starts and stops the engine. found_by and
+    notices: see `TermgenApp`."""
     from termgen.tui.app import TermgenApp
     from termgen.tui.chat.saved.chat_store import ChatStore, store_path
 
@@ -175,6 +180,9 @@ def run_app(
         resume=resume,
         toolbox=toolbox,
         found_by=found_by,
+        others=others,
+        remembered=remembered,
+        notices=notices,
     )
     try:
         app.run()

@@ -64,11 +64,19 @@ class RemoteHolder:
 
         normal_url(target.url)  # report a bad URL on the plain terminal
         self._target = target
+        self._model = target.model
+        """The model that was chosen; None: the server's first."""
         self._given = given
         self._admin_key = read_key(None)
         self._client: RemoteClient | None = None
         self._described: ModelInfo | None = None
         """The model's description from the server's event stream."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The command line's words for the server, and for the model if one was chosen."""
+        model = ("--model", self._model) if self._model is not None else ()
+        return ("--url", self._target.url, *model)
 
     async def start(self, on_progress: Callable[[str, float], None]) -> EngineClient:
         from termgen.remote.client import RemoteClient
@@ -142,6 +150,7 @@ class RemoteHolder:
     async def switch(self, name: str, report: Callable[[str, float], None]) -> Switch:
         client = self._running()
         client.use_model(name)
+        self._model = name
         if self._described is not None:
             client.learn(self._described)
         return Switch(client)
@@ -166,10 +175,13 @@ def run_remote_chat(
     given: Mapping[str, Any],
 ) -> int:
     """Chat until the user quits. `session` and `given` as for `run_chat`."""
+    from termgen.remote.other_servers import OtherServers
+    from termgen.system.remembered import Remembered
     from termgen.tui.app import RemoteApp
     from termgen.tui.chat.saved.chat_store import chats_to_begin_with
 
     RemoteApp.check_settings(ui)
+    others = OtherServers(ui.beside, own_url=target.url, own_key=target.api_key)
     chats, resume = chats_to_begin_with(ui.chat_db, session, given)
     holder = RemoteHolder(target)
     app = RemoteApp(
@@ -180,7 +192,9 @@ def run_remote_chat(
         chats=chats,
         resume=resume,
         toolbox=toolbox,
-        found_by=("--url", target.url),
+        found_by=lambda: holder.arguments,
+        others=others,
+        remembered=Remembered.of_user(),
         open_feed=lambda: holder.open_feed(ui.dashboard_hz),
     )
     app.run()

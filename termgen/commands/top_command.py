@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from termgen.commands.exit_codes import OK
 from termgen.config import UIConfig, is_loopback
 from termgen.errors import ConfigError
+from termgen.system.remembered import Remembered
 from termgen.tui.dashboard.fleet import OpenFeed
 from termgen.tui.feed_app import FleetApp, TopApp
 from termgen.tui.feeds.attach import DEFAULT_URL, RemoteFeed
@@ -49,7 +50,7 @@ def run_top(
             past=True,
         )
 
-    app = TopApp(connect, ui=ui)
+    app = TopApp(connect, ui=ui, remembered=Remembered.of_user())
     if is_here(url or DEFAULT_URL):
         let_others_first()
     try:
@@ -73,7 +74,8 @@ def run_fleet(urls: Sequence[str], ui: UIConfig, *, key_file: str | None) -> int
 
         return connect
 
-    app = FleetApp([(url, opener(url)) for url in urls], ui=ui)
+    servers = [(url, opener(url)) for url in urls]
+    app = FleetApp(servers, ui=ui, remembered=Remembered.of_user())
     if any(map(is_here, urls)):
         let_others_first()
     app.run()
@@ -109,7 +111,7 @@ def run_replay(path: Path, ui: UIConfig) -> int:
         return feed
 
     TopApp.check_settings(ui)
-    app = TopApp(start, ui=ui)
+    app = TopApp(start, ui=ui, remembered=Remembered.of_user())
     app.run()
     return app.return_code or OK
 

@@ -20,6 +20,7 @@ from termgen.commands.launch import EngineHolder, ServedEngine
 from termgen.commands.settings import flag_of
 from termgen.config import EngineConfig, ServerConfig, UIConfig
 from termgen.errors import ConfigError
+from termgen.system.remembered import Remembered
 
 if TYPE_CHECKING:
     from termgen.commands.remote_command import RemoteTarget
@@ -50,6 +51,7 @@ def run_web(
         keys = {} if target.api_key is None else {"OPENAI_API_KEY": target.api_key}
         page = WebServer(chat_argv(args, target.url), keys, port=port, title="termgen chat")
         return asyncio.run(_serve(page, None, opens=args.open))
+    from termgen.commands.chat import with_last_model
     from termgen.commands.launch import _progress
     from termgen.library.catalog import ensure_model
     from termgen.server import Server
@@ -59,6 +61,9 @@ def run_web(
     server.bind()
     environ = {"OPENAI_API_KEY": key, "TERMGEN_ADMIN_KEY": admin_key}
     page = WebServer(chat_argv(args, server.url), environ, port=port, title="termgen chat")
+    config, _, notice = with_last_model(config, Remembered.of_user())
+    if notice:
+        print(f"termgen: {notice}", file=sys.stderr)
     with _progress() as progress:
         ensure_model(config.model, progress)
     served = ServedEngine(EngineHolder(config, prewarm=True), server, drain_s=STOP_S)

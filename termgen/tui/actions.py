@@ -14,11 +14,13 @@ from textual.widgets import Input, TextArea
 
 from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen, bench_engine_keys
 from termgen.tui.chat.approval_panel import ApprovalPanel
+from termgen.tui.chat.beside_screen import BesideScreen
 from termgen.tui.chat.chat_keys import COPY_KEYS
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.context_panel import ContextPanel
-from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import LinksPanel
+from termgen.tui.chat.lists.find_panel import FindPanel
+from termgen.tui.chat.lists.tree_panel import TreePanel
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.chat.prompts_panel import PromptsPanel
 from termgen.tui.chat.token_lens import LensScreen
@@ -39,6 +41,8 @@ BOXES = (
     HistoryPanel,
     LinksPanel,
     FindPanel,
+    TreePanel,
+    BesideScreen,
     PromptsPanel,
     ContextPanel,
     ApprovalPanel,
@@ -54,6 +58,7 @@ the app's priority bindings."""
 SUBJECTS: Mapping[str, tuple[str, ...]] = {
     "Answer": (
         "chat.retry",
+        "chat.beside",
         "chat.copy",
         "chat.copy_block_1",
         "chat.save",
@@ -61,6 +66,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "chat.stop",
         "chat.sibling_before",
         "chat.sibling_after",
+        "chat.tree",
         "chat.tokens",
         "chat.links",
         "chat.thoughts",
@@ -73,6 +79,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "chat.compact",
         "chat.context",
         "chat.rename",
+        "chat.tag",
         "chat.fork",
         "chat.export",
         "chat.import",
@@ -136,6 +143,8 @@ def scopes(app: Sequence[BindingType]) -> list[Scope]:
         Scope("earlier prompts", [*HistoryPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("kept prompts", [*PromptsPanel.BINDINGS, *first], Input.BINDINGS + every),
         Scope("find", [*FindPanel.BINDINGS, *first], Input.BINDINGS + every),
+        Scope("tree", [*TreePanel.BINDINGS, *first], Input.BINDINGS + every),
+        Scope("beside", [*BesideScreen.BINDINGS, *first], every),
         Scope("context", [*ContextPanel.BINDINGS, *first], every),
         Scope("approval", [*ApprovalPanel.BINDINGS, *first], every),
         Scope("engine", [*SilentScreen.BINDINGS, *app], every),

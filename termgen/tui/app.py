@@ -33,7 +33,9 @@ from textual.widgets import TextArea
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
+from termgen.system.choices import FEW_COLOURS_THEME, MODEL, THEME, Choices
 from termgen.system.clipboard import copy_with_program
+from termgen.system.remembered import Remembered
 from termgen.system.terminal_echo import show_typing
 from termgen.tools.toolbox import Toolbox
 from termgen.tui import actions
@@ -63,9 +65,9 @@ from termgen.tui.paint.sanitize import clean, clean_line
 from termgen.tui.silent import SilentScreen
 from termgen.tui.themes import theme_files as themes
 from termgen.tui.themes.theme_chooser import ThemeChooser
-from termgen.tui.themes.theme_files import ThemeError, load_all, theme_files
+from termgen.tui.themes.theme_shelf import ThemeShelf
 from termgen.vocabulary.alerts import parse_alerts
-from termgen.vocabulary.model_shelf import ModelShelf, Switch
+from termgen.vocabulary.model_shelf import ModelShelf, OtherModels, Switch
 
 MOST_QUEUED = 20
 """Writes. A start and an end take ten or so at once, and a frame two or three."""
@@ -80,44 +82,6 @@ PALETTE_CLOSES_S = 0.2
 THEME_POLL_S = 1.0  # how often to see whether a theme file was saved
 NOTICE_AT_START_S = 15.0  # what was wrong stays on while a model is loaded
 REDRAW_S = 0.25  # how often to see whether a terminal that was not read is read again
-
-
-# The themes of some folders, read again when their files change.
-#
-# The app polls it, from a thread as disks can be slow. A broken file is reported once, and the
-# theme that was read from it before stays.
-
-
-class ThemeShelf:
-    """Not for two threads at once."""
-
-    def __init__(self, *folders: Path) -> None:
-        self._folders = folders
-        self._stamps: dict[Path, tuple[int, int]] = {}
-        self._themes: dict[str, Theme] = {}
-        self._reported: set[str] = set()
-
-    def poll(self) -> tuple[list[Theme], list[ThemeError]]:
-        """Themes that are new or changed since the last time, and errors not reported before."""
-        stamps = {path: _stamp(path) for path in theme_files(*self._folders)}
-        if stamps == self._stamps:
-            return [], []
-        self._stamps = stamps
-        themes, errors = load_all(*self._folders)
-        fresh = [theme for name, theme in themes.items() if self._themes.get(name) != theme]
-        self._themes |= themes
-        unreported = [error for error in errors if str(error) not in self._reported]
-        self._reported = {str(error) for error in errors}
-        return fresh, unreported
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    """Time and size; a file that has just gone is read, which says so."""
-    try:
-        status = path.stat()
-    except OSError:
-        return 0, 0
-    return status.st_mtime_ns, status.st_size
 
 
 # A terminal whose output is not read must not stop the engine.
@@ -232,12 +196,17 @@ class TermgenApp(KeyedApp):
         chats: ChatStore | None = None,
         resume: Resume | None = None,
         toolbox: Toolbox | None = None,
-        found_by: Sequence[str] = (),
+        found_by: Callable[[], Sequence[str]] = tuple,
+        others: OtherModels | None = None,
+        remembered: Remembered | None = None,
+        notices: Sequence[str] = (),
     ) -> None:
         """`models`: what may be changed to; None where the model stays. found_by: arguments of the
-        command line by which another start finds the same model.
+        command line by which another start finds the present model. notices: what is to be said at
+        the start.
 
-        Without `chats`, they are kept in memory. toolbox: what a chat's model may call.
+        Without `chats`, they are kept in memory, without `remembered`, choices are for this run
+        only. toolbox: what a chat's model may call. others: models that it may be compared with.
         """
         super().__init__()
         assert start_screen in ("chat", "dashboard", "bench")
@@ -245,7 +214,10 @@ class TermgenApp(KeyedApp):
         self.chats = chats or ChatStore()
         self.resume = resume
         self.toolbox = toolbox or Toolbox()
-        self._found_by = tuple(found_by)
+        self._found_by = found_by
+        self.others = others
+        self.choices = Choices(remembered)
+        self._notices = [*notices, self.choices.fault]
         self.resume_command = ""
         """Set at the end: the command that opens the chat again; empty without one."""
         self._keymap_now = self.read_keys(ui)
@@ -293,6 +265,8 @@ class TermgenApp(KeyedApp):
 
     async def on_event(self, event: events.Event) -> None:
         drop_letter(event)
+        if isinstance(event, events.Key) and isinstance(self.screen, ChatScreen):
+            self.screen.note_key(event.key)
         await super().on_event(event)
 
     def _draw_what_was_dropped(self) -> None:
@@ -320,6 +294,8 @@ class TermgenApp(KeyedApp):
         self.set_interval(REDRAW_S, self._draw_what_was_dropped)
         self.push_screen(self._loading)
         self.call_after_refresh(self._bring_back_draft)
+        for notice in filter(None, self._notices):
+            self.notify(notice, severity="warning", timeout=NOTICE_AT_START_S, markup=False)
         self._boot()
 
     def watch_app_focus(self, focus: bool) -> None:
@@ -333,6 +309,7 @@ class TermgenApp(KeyedApp):
             asyncio.get_running_loop().remove_signal_handler(number)
         if self._dashboard is not None:
             self._dashboard.close()
+        await self._write_choices()
         await self.toolbox.close()
         await self.chats.close()
         await self._stop_engine()
@@ -392,7 +369,12 @@ class TermgenApp(KeyedApp):
 
     def make_chat(self, client: EngineClient) -> ChatScreen:
         return ChatScreen(
-            client, self.ui, chats=self.chats, resume=self.resume, toolbox=self.toolbox
+            client,
+            self.ui,
+            chats=self.chats,
+            resume=self.resume,
+            toolbox=self.toolbox,
+            others=self.others,
         )
 
     def make_dashboard(self, client: EngineClient) -> DashboardScreen:
@@ -422,6 +404,8 @@ class TermgenApp(KeyedApp):
             if switch is not None:
                 await self._use_client(switch.client)
                 chat.set_client(switch.client, failure=switch.failure)
+                if switch.name and switch.failure is None:
+                    self.remember(MODEL, switch.name)
 
         self.push_screen(ModelScreen(self._models, name=name, before_switch=stop_answer), changed)
 
@@ -457,7 +441,7 @@ class TermgenApp(KeyedApp):
         """The command that opens the chat of this screen again; empty if it is not kept."""
         if self.chats.path is None or self.chats.trouble:
             return ""
-        words = ["termgen", "chat", *self._found_by]
+        words = ["termgen", "chat", *self._found_by()]
         if self.ui.chat_db:
             words += ["--chat-db", self.ui.chat_db]
         for screen in self._chat_screens():
@@ -511,7 +495,7 @@ class TermgenApp(KeyedApp):
     def _load_themes(self) -> None:
         self._take_themes(*self._themes.poll())
         usual = themes.SIXTEEN_COLOURS if has_few_colours(self) else themes.DEFAULT_THEME
-        wanted = self.ui.theme or usual
+        wanted = self.ui.theme or self.choices.text(self._theme_choice) or usual
         if wanted in self.available_themes:
             self.theme = wanted
         else:
@@ -534,6 +518,27 @@ class TermgenApp(KeyedApp):
         for error in errors:
             words = f"theme not loaded: {error}"
             self.notify(words, severity="error", timeout=NOTICE_AT_START_S, markup=False)
+
+    @property
+    def _theme_choice(self) -> str:
+        return FEW_COLOURS_THEME if has_few_colours(self) else THEME
+
+    def keep_theme(self) -> None:
+        """Begin later runs with the present theme, or say how to: a setting counts more."""
+        if self.choices.are_kept and self.ui.theme is None:
+            self.remember(self._theme_choice, self.theme)
+        else:
+            name = f'theme = "{self.theme}"'
+            self.notify(f"{name} under [chat] in the config file keeps it", markup=False)
+
+    def remember(self, name: str, value: str | bool) -> None:
+        """Keep a choice for later runs. A warning says if that fails."""
+        self.choices.change(name, value)
+        self.run_worker(self._write_choices(), group="choices")
+
+    async def _write_choices(self) -> None:
+        if fault := await self.choices.write():
+            self.notify(fault, severity="warning", markup=False)
 
     def action_change_theme(self) -> None:
         if not isinstance(self.screen, ThemeChooser):

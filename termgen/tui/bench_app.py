@@ -11,6 +11,7 @@ from pathlib import Path
 
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
+from termgen.system.remembered import Remembered
 from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen, bench_engine_keys
 from termgen.tui.bench.bench_view import BenchView
 from termgen.tui.feed_app import FeedApp
@@ -31,8 +32,11 @@ class BenchApp(FeedApp):
         open_feed: Callable[[], Awaitable[StreamFeed]],
         ui: UIConfig,
         theme_folders: tuple[Path, ...] | None = None,
+        remembered: Remembered | None = None,
     ) -> None:
-        super().__init__(ui=ui, start_screen="bench", theme_folders=theme_folders)
+        super().__init__(
+            ui=ui, start_screen="bench", theme_folders=theme_folders, remembered=remembered
+        )
         self.bench = BenchScreen(read, stop=stop, hz=ui.dashboard_hz)
         self._begin = begin
         self._open_feed = open_feed

@@ -15,6 +15,7 @@ from textual.screen import Screen
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
+from termgen.system.remembered import Remembered
 from termgen.tui.app import TermgenApp
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.fleet import FleetScreen, OpenFeed, ServerScreen
@@ -31,7 +32,12 @@ class FeedApp(TermgenApp):
     """Effect of ctrl+c, for the help."""
 
     def __init__(
-        self, *, ui: UIConfig, start_screen: str, theme_folders: tuple[Path, ...] | None = None
+        self,
+        *,
+        ui: UIConfig,
+        start_screen: str,
+        theme_folders: tuple[Path, ...] | None = None,
+        remembered: Remembered | None = None,
     ) -> None:
         super().__init__(
             self._start_nothing,
@@ -39,6 +45,7 @@ class FeedApp(TermgenApp):
             ui=ui,
             start_screen=start_screen,
             theme_folders=theme_folders,
+            remembered=remembered,
         )
         self._feed: StreamFeed | None = None
 
@@ -92,8 +99,11 @@ class TopApp(FeedApp):
         *,
         ui: UIConfig,
         theme_folders: tuple[Path, ...] | None = None,
+        remembered: Remembered | None = None,
     ) -> None:
-        super().__init__(ui=ui, start_screen="dashboard", theme_folders=theme_folders)
+        super().__init__(
+            ui=ui, start_screen="dashboard", theme_folders=theme_folders, remembered=remembered
+        )
         self._open_feed = open_feed
         self.report: Callable[[str, float], None] = lambda phase, progress: None
         """Shows on the loading screen how far `open_feed` is: a server may have to load first."""
@@ -122,8 +132,11 @@ class FleetApp(FeedApp):
         *,
         ui: UIConfig,
         theme_folders: tuple[Path, ...] | None = None,
+        remembered: Remembered | None = None,
     ) -> None:
-        super().__init__(ui=ui, start_screen="dashboard", theme_folders=theme_folders)
+        super().__init__(
+            ui=ui, start_screen="dashboard", theme_folders=theme_folders, remembered=remembered
+        )
         self.fleet = FleetScreen(servers, make_screen=self.make_server_screen)
 
     async def open_screens(self, report: Callable[[str, float], None]) -> None:

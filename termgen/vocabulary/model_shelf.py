@@ -95,6 +95,29 @@ class Switch:
 
     client: EngineClient
     failure: str | None = None
+    name: str = ""
+    """What later runs on this machine find the model by; empty for one that is elsewhere."""
+
+
+class OtherModel(EngineClient, Protocol):
+    """A model of a server elsewhere, for a while."""
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        ...
+
+
+class OtherModels(Protocol):
+    """Models that a chat may ask beside its own."""
+
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """Each name, with what it stands for."""
+        ...
+
+    async def open(self, wanted: str) -> OtherModel:
+        """One by its name, or by `URL [MODEL]`. Raises `TermgenError`."""
+        ...
 
 
 class ModelShelf(Protocol):

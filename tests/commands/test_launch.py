@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import socket
 import sqlite3
@@ -23,6 +24,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+
+from termgen.system.remembered import Remembered
 
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--max-model-len", "256")
 LIMIT_S = 60.0
@@ -225,6 +228,45 @@ def test_a_chat_that_was_killed_goes_on(
     screen = terminal("chat", "--session", "something else", *flags)
     assert screen.wait() == 2
     assert "no chat is called 'something else'" in screen.shown
+
+
+def choose_model(environment: dict[str, str], model: Path) -> None:
+    """Leave a choice as the model picker of an earlier run would."""
+    state = Path(environment["TERMGEN_CONFIG"]).parent / "state"
+    environment["XDG_STATE_HOME"] = str(state)
+    Remembered(state / "termgen" / "choices.json").write({"model": str(model)})
+
+
+def test_a_chat_starts_with_the_model_chosen_last(
+    terminal: Callable[..., Terminal], tiny_llama_dir: Path, environment: dict[str, str]
+) -> None:
+    choose_model(environment, tiny_llama_dir)
+    screen = terminal("chat", "--max-tokens", "8", *ENGINE)
+    screen.wait_for(lambda shown: "Ask anything" in shown)
+    screen.send("Hello, model\r")
+    screen.wait_for(lambda shown: "TTFT" in shown)
+    screen.send("\x11")  # ctrl+q
+    assert screen.wait() == 0
+    line = screen.shown.split("resume: ")[1].split("\r\n")[0]
+    words = shlex.split(line)
+    assert words[:4] == ["termgen", "chat", "--model", str(tiny_llama_dir)]
+    screen = terminal(*words[1:], *ENGINE)
+    screen.wait_for(lambda shown: "Hello," in shown and "TTFT" in shown)
+    screen.send("\x11")
+    assert screen.wait() == 0
+
+
+def test_a_model_chosen_last_that_does_not_start_is_named(
+    terminal: Callable[..., Terminal], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    choose_model(environment, tmp_path)
+    screen = terminal("chat", *ENGINE)
+    assert screen.wait() == 2
+    last = " ".join(screen.shown.split("\x1b[?1049l")[-1].split())
+    assert "did not start: " in last and "it is the model chosen last, and --model takes" in last
+    assert "Traceback" not in screen.shown
 
 
 def test_a_bench_is_watched_stopped_and_reported(

@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from typing import Any
 
@@ -26,15 +26,18 @@ from termgen.tools.toolbox import Offered, Tool
 from termgen.tui.bench.bench_screen import BenchEngineScreen, BenchScreen
 from termgen.tui.bench.bench_view import BenchView
 from termgen.tui.chat.approval_panel import ApprovalPanel
+from termgen.tui.chat.beside_screen import BesideScreen, Side
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.context_panel import ContextPanel
-from termgen.tui.chat.find_panel import FindPanel
 from termgen.tui.chat.links_panel import Link, LinksPanel
+from termgen.tui.chat.lists.find_panel import FindPanel
+from termgen.tui.chat.lists.tree_panel import TreePanel
 from termgen.tui.chat.panels import HistoryPanel, SamplingPanel, SystemPromptPanel
 from termgen.tui.chat.prompts_panel import PromptsPanel
 from termgen.tui.chat.state.context_policy import ContextPolicy
 from termgen.tui.chat.state.conversation import Turn
 from termgen.tui.chat.state.prompt_library import KeptPrompt
+from termgen.tui.chat.state.thoughts import AnswerNews
 from termgen.tui.chat.token_lens import LensScreen
 from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.dashboard.dashboard import DashboardScreen
@@ -69,6 +72,11 @@ async def _never(*_arguments: object) -> Any:
     await asyncio.Event().wait()
 
 
+async def _nothing() -> AsyncGenerator[AnswerNews, None]:
+    await _never()
+    yield AnswerNews(*[None] * 3)  # type: ignore[arg-type]
+
+
 OVER: dict[str, Callable[[], Screen[Any]]] = {
     "help": lambda: HelpScreen([("Chat", ChatScreen.BINDINGS)]),
     "themes": ThemeChooser,
@@ -80,6 +88,10 @@ OVER: dict[str, Callable[[], Screen[Any]]] = {
     "earlier prompts": lambda: HistoryPanel(["one", "two"]),
     "kept prompts": lambda: PromptsPanel([KeptPrompt("one", "1"), KeptPrompt("two", "2")]),
     "find": lambda: FindPanel([Turn("one"), Turn("two")]),
+    "tree": lambda: TreePanel(Turn("root", children=[Turn("one"), Turn("two")]), (), None),
+    "beside": lambda: BesideScreen(
+        [Side(Turn("one"), chat_engine().model, _nothing)] * 2, lambda _name: ""
+    ),
     "context": lambda: ContextPanel(_never, ContextPolicy.ASK),
     "approval": lambda: ApprovalPanel(
         ToolCall("files_read", "{}"),

@@ -114,6 +114,7 @@ class FrozenApp(TermgenApp):
             chats=self.chats,
             resume=self.resume,
             toolbox=self.toolbox,
+            others=self.others,
             clock=clock,
             wall_clock=lambda: NOON,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fake_engine import Script
 from textual.pilot import Pilot
+from textual.widgets import Input
 from tool_samples import KNOWS_TOOLS, box_of, hermes
 from tui_harness import (
     ANSWER,
@@ -15,6 +16,7 @@ from tui_harness import (
     NOW_NS,
     SECOND,
     FrozenApp,
+    TimedEngine,
     ask,
     chat_engine,
     feed_dashboard,
@@ -26,9 +28,14 @@ from tui_harness import (
 
 from termgen.config import UIConfig
 from termgen.tui.chat.approval_panel import ApprovalPanel
+from termgen.tui.chat.beside_screen import BesideScreen
+from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.context_panel import ContextPanel
+from termgen.tui.chat.lists.find_panel import FindPanel
+from termgen.tui.chat.lists.tree_panel import TreePanel
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.conversation import Conversation
+from termgen.tui.chat.state.labels import Labels
 from termgen.tui.chat.widgets.prompt import Prompt
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.dashboard_keys import PAGES
@@ -230,6 +237,109 @@ async def list_chats(pilot: Pilot[Any]) -> None:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
 def test_chat_list(snap_compare: Compare, size: tuple[int, int]) -> None:
     assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=list_chats)
+
+
+async def list_pins_and_tags(pilot: Pilot[Any]) -> None:
+    app = await begin(pilot)
+    for question, tags, is_pinned in (
+        ("Which GPU shall I buy for a model of eight billion weights?", ("hardware",), True),
+        ("A haiku about GPUs", (), False),
+        ("Log lines", ("work", "urgent", "python"), False),
+    ):
+        talk = Conversation()
+        talk.ask(question, now_s=0.0, model_id="smollm2-135m").answer = "About that, much."
+        talk.labels = Labels(is_pinned, tags)
+        app.chat.autosave.save_all(talk, app.chat.settings.params)
+        used = (NOON, talk.session_id)
+        await app.chats.read(
+            lambda database, used=used: database._connection.execute(
+                "UPDATE sessions SET updated_s = ? WHERE session_id = ?", used
+            )
+        )
+    await pilot.press("ctrl+b")
+    await wait_until(pilot, lambda: "#work" in app.chat.panel.session_list.text)
+    await pilot.press("home")
+    await pilot.pause()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_chat_list_with_pins_and_tags(snap_compare: Compare, size: tuple[int, int]) -> None:
+    assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=list_pins_and_tags)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_chat_found(snap_compare: Compare, size: tuple[int, int]) -> None:
+    async def find_words(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        await ask(app, pilot, "Why does chunked prefill help each decode?")
+        await ask(app, pilot, "/find decode token", wait=False)
+        await wait_until(pilot, lambda: isinstance(app.screen, FindPanel))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        await pilot.pause()
+
+    assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=find_words)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_chat_tree(snap_compare: Compare, size: tuple[int, int]) -> None:
+    async def show_tree(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        await ask(app, pilot, "Why does chunked prefill help?")
+        await ask(app, pilot, "And what does it cost?")
+        await pilot.press("alt+r")
+        await wait_until(pilot, lambda: len(app.chat.conversation.turns[0].children) == 2)
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
+        await ask(app, pilot, "Is it worth that?")
+        app.chat.dialogue.mark(app.chat.conversation.turns[1])
+        await pilot.press("alt+e")
+        app.chat.prompt.text = "And what does it cost on a small GPU?"
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: len(app.chat.conversation.turns[0].children) == 3)
+        await wait_until(pilot, lambda: not app.chat.is_streaming)
+        await pilot.press("alt+d")
+        await wait_until(pilot, lambda: isinstance(app.screen, TreePanel))
+        app.screen.query_one(Input).cursor_blink = False
+        await pilot.press("up")
+        await pilot.pause()
+
+    assert snap_compare(FrozenApp(chat_engine()), terminal_size=size, run_before=show_tree)
+
+
+class OtherEngine(TimedEngine):
+    """A server beside the engine, whose answer is half written."""
+
+    names: tuple[tuple[str, str], ...] = ()
+
+    async def open(self, _wanted: str) -> OtherEngine:
+        return self
+
+    async def aclose(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_chat_beside(snap_compare: Compare, size: tuple[int, int]) -> None:
+    other = OtherEngine(
+        script=Script(pieces=pieces(ANSWER), hold_after=30),
+        model=chat_engine(model_id="qwen3-8b").model,
+    )
+
+    async def compare(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        await ask(app, pilot, "Why does chunked prefill help?")
+        await ask(app, pilot, "/beside http://gpu-box:8000", wait=False)
+        await wait_until(pilot, lambda: isinstance(app.screen, BesideScreen))
+        assert isinstance(app.screen, BesideScreen)
+        small, large = app.screen.columns
+        await wait_until(pilot, lambda: not small.is_streaming)
+        await wait_until(pilot, lambda: large.turn.stats.output_tokens == 30)
+        large.draw()
+        app.clear_notifications()
+        await pilot.pause()
+
+    app = FrozenApp(chat_engine(), others=other)
+    assert snap_compare(app, terminal_size=size, run_before=compare)
 
 
 def test_theme_chooser(snap_compare: Compare) -> None:

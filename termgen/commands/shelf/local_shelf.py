@@ -137,9 +137,9 @@ class LocalShelf:
         await asyncio.to_thread(catalog.resolve_model, name)  # fail while the engine still runs
         try:
             # a `tokenizer` setting belongs to the former model
-            return Switch(
-                await self._holder.restart(replace(former, model=name, tokenizer=None), report)
-            )
+            config = replace(former, model=name, tokenizer=None)
+            client = await self._holder.restart(config, report)
+            return Switch(client, name=await asyncio.to_thread(_lasting_name, name))
         except TermgenError as error:
             failure = str(error)
         except Exception as error:  # top of a start: any failure becomes one line
@@ -224,6 +224,15 @@ class LocalShelf:
         rate = await asyncio.to_thread(measure_cpu_rate, threads)
         await asyncio.to_thread(keep_rate, key, rate)
         return rate
+
+
+def _lasting_name(name: str) -> str:
+    """A path that does not depend on the working folder; other names as they are."""
+    if name.lower() not in catalog.CATALOG:
+        path = Path(name).expanduser()
+        if path.exists():
+            return str(path.absolute())
+    return name
 
 
 async def _on_the_hub(what: str, ask: Callable[[], T]) -> T:

@@ -39,7 +39,7 @@ class Settings:
         self._ui = ui
         self._on_change = on_change
         self.client = client
-        self.own, self.defaults = self._defaults_of_model()
+        self.own, self.defaults = self._defaults_of(client)
         """The model's own parameters; the same with the user's settings on top."""
         self.params = self.defaults
 
@@ -50,17 +50,23 @@ class Settings:
 
     def set_client(self, client: EngineClient) -> None:
         """Take another model. Parameters that the user has set stay, others become its own."""
+        params = self.params_for(client)
+        self.client = client
+        self.own, self.defaults = self._defaults_of(client)
+        self.params = params
+
+    def params_for(self, client: EngineClient) -> SamplingParams:
+        """What another model is asked with: its own parameters, but for those that the user has
+        set."""
         kept = {
             name: getattr(self.params, name)
             for name in (*FIELDS, "structured_outputs")
             if getattr(self.params, name) != getattr(self.defaults, name)
         }
-        self.client = client
-        self.own, self.defaults = self._defaults_of_model()
-        self.params = replace(self.defaults, **kept)
+        return replace(self._defaults_of(client)[1], **kept)
 
-    def _defaults_of_model(self) -> tuple[SamplingParams, SamplingParams]:
-        own = self.client.model.default_params
+    def _defaults_of(self, client: EngineClient) -> tuple[SamplingParams, SamplingParams]:
+        own = client.model.default_params
         return sampling_params(own, UIConfig()), sampling_params(own, self._ui)
 
     def restore(self, kept: Mapping[str, Any]) -> None:

@@ -94,6 +94,14 @@ KEYS = [
         tooltip="The questions of this chat; type words to find them and their answers (/find)",
     ),
     Binding(
+        "alt+d",
+        "tree",
+        "Branches",
+        show=False,
+        id="chat.tree",
+        tooltip="The branches of this chat as a tree: edits and other answers (/tree)",
+    ),
+    Binding(
         "c,y",
         "copy_answer",
         "Copy answer",
@@ -271,11 +279,13 @@ def _begins(name: str, key: str, title: str, tooltip: str) -> Binding:
 COMMAND_KEYS = [
     _begins("attach", "alt+a", "Attach a file", "Send a text file with the next question"),
     _begins("save", "alt+s", "Save code block", "Write a code block to a new file"),
+    _begins("beside", "alt+q", "Ask another model", "Ask another server the last question, too"),
     _begins("schema", "alt+j", "JSON schema", "Ask for answers as JSON of a schema"),
     _begins("regex", "alt+x", "Regular expression", "Ask for answers that match an expression"),
     _begins("choice", "alt+c", "Choice", "Ask for answers that are one of some"),
     _begins("compact", "alt+y", "Summarise", "Send a summary in place of the older turns"),
     _begins("rename", "alt+n", "Rename this chat", "Give this chat a name"),
+    _begins("tag", "alt+t", "Tag this chat", "Add tags to this chat, to find it by"),
     _begins("export", "alt+w", "Export", "Write this chat to a file"),
     _begins("import", "alt+i", "Import", "Open a chat that was exported as JSON"),
 ]

@@ -18,15 +18,16 @@ from textual.widgets import Input, TextArea
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
-from termgen.errors import RequestError
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.answer_tools import AnswerTools
 from termgen.tui.chat.asking import QuestionFiles, Settings
+from termgen.tui.chat.beside import Beside
 from termgen.tui.chat.chat_keys import COMMAND_KEYS, COPY_KEYS, KEYS, TOOL_KEYS
 from termgen.tui.chat.context_panel import short_meter
 from termgen.tui.chat.dialogue import Dialogue
 from termgen.tui.chat.panels import HistoryPanel
-from termgen.tui.chat.prompts_panel import PromptsPanel
+from termgen.tui.chat.prompts_panel import KeptPrompts
+from termgen.tui.chat.saved import titles
 from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_store import ChatStore, Resume
 from termgen.tui.chat.saved_chats import SavedChats
@@ -34,16 +35,10 @@ from termgen.tui.chat.state import attachments as files
 from termgen.tui.chat.state import commands
 from termgen.tui.chat.state.attachments import Attachment
 from termgen.tui.chat.state.context_policy import POLICY_WORDS, ContextPolicy, short_cut_words
-from termgen.tui.chat.state.conversation import AnswerState, Conversation, PromptHistory
+from termgen.tui.chat.state.conversation import AnswerState, Conversation, PromptHistory, Turn
 from termgen.tui.chat.state.doubts import Doubts
-from termgen.tui.chat.state.prompt_library import (
-    KeptPrompt,
-    folder,
-    keep,
-    kept_prompts,
-    unfilled,
-)
 from termgen.tui.chat.system_prompt import SystemPrompt
+from termgen.tui.chat.titler import Titler
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.chat_rows import ChatStatus, empty_rows, status_row
 from termgen.tui.chat.widgets.completion import Arguments
@@ -64,6 +59,7 @@ from termgen.tui.keys.keymap import brief_key_of, key_of
 from termgen.tui.paint.canvas_screen import ThemedScreen
 from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.spans import Row, cut
+from termgen.vocabulary.model_shelf import OtherModels
 
 METER_SHARE = 0.5
 """Share of the context from which on the status line says what it holds."""
@@ -85,6 +81,7 @@ class ChatScreen(ThemedScreen):
         chats: ChatStore | None = None,
         resume: Resume | None = None,
         toolbox: Toolbox | None = None,
+        others: OtherModels | None = None,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -109,7 +106,7 @@ class ChatScreen(ThemedScreen):
             self._new_conversation(),
             toolbox=toolbox or Toolbox(),
             clock=clock,
-            on_asked=lambda turn: self.saved.note_asked(turn),
+            on_asked=self._asked,
             on_ended=self._answer_ended,
         )
         self.tools = AnswerTools(view, self.dialogue)
@@ -126,7 +123,12 @@ class ChatScreen(ThemedScreen):
             show=self.show_conversation,
             on_opened=self._send_next,
         )
+        self.titler = Titler(
+            view, self.settings, self.dialogue, store, on_titled=self.saved.update_panel
+        )
+        self.beside = Beside(view, self.settings, self.dialogue, others, clock=clock)
         self.doubts = Doubts()
+        self.kept_prompts = KeptPrompts(view, self.dialogue, self.doubts)
         self.command_table = self._handlers()
 
     def compose(self) -> ComposeResult:
@@ -142,6 +144,8 @@ class ChatScreen(ThemedScreen):
         self.watch(self.transcript, "scroll_y", self.status.repaint, init=False)
         self.saved.start()
         self.dialogue.start()
+        if self._ui.titles == titles.MODEL:
+            self.titler.start()
 
     def on_unmount(self) -> None:
         self.autosave.flush()
@@ -250,6 +254,10 @@ class ChatScreen(ThemedScreen):
         if message is not None:
             self.dialogue.ask(message.text, message.attachments)
 
+    def _asked(self, turn: Turn) -> None:
+        self.titler.note_use()
+        self.saved.note_asked(turn)
+
     def _answer_ended(self, state: AnswerState) -> None:
         """Send the next message; after a stop or a failure hold it, as the user may not want it."""
         self._ended_s = time.monotonic()
@@ -349,6 +357,15 @@ class ChatScreen(ThemedScreen):
         else:
             self.prompt.type(event.character)
 
+    def note_key(self, key: str) -> None:
+        """The user goes on: no title is written meanwhile, and the words of a search lose their
+        marks. The key that stops takes these by itself, and does nothing else then."""
+        self.titler.note_use()
+        if self.transcript.has_marks:
+            active = self.active_bindings.get(key)
+            if active is None or active.binding.action != "stop":
+                self.transcript.unmark()
+
     def on_paste(self, event: events.Paste) -> None:
         if isinstance(self.focused, TextArea | Input):
             return
@@ -379,7 +396,8 @@ class ChatScreen(ThemedScreen):
             return "browse", keys
         if self.panel.display and self.panel.session_list.has_focus:
             keys = [("sessions.open", "Open"), ("sessions.rename", "Rename")]
-            keys += [("sessions.delete", "Delete"), ("sessions.undo", "Undo")]
+            keys += [("sessions.pin", "Pin"), ("sessions.delete", "Delete")]
+            keys += [("sessions.undo", "Undo")]
             return "chats", [*keys, ("chat.stop", "Close")]
         keys = []
         if self.is_streaming:
@@ -433,12 +451,15 @@ class ChatScreen(ThemedScreen):
             "theme": chosen_themes,
             "code": blocks,
             "save": blocks,
+            "tag": self.saved.tag_arguments,
+            "beside": lambda: self.beside.names,
         }
 
     def action_stop(self) -> None:
         """One step back: leave the list of chats, else stop the answer, else give up an edit, else
         leave browse mode, else begin to browse. Just after the end of an answer nothing happens:
-        the key was meant for the answer."""
+        the key was meant for the answer. Marked words of a search lose their marks."""
+        was_marked = self.transcript.unmark()
         if self.saved.leave_panel():
             return
         if self.is_streaming:
@@ -448,7 +469,7 @@ class ChatScreen(ThemedScreen):
         elif self.is_browsing or not self.prompt.has_focus:
             self.dialogue.mark(None)
             self.prompt.focus()
-        elif time.monotonic() - self._ended_s > STOP_GRACE_S:
+        elif not was_marked and time.monotonic() - self._ended_s > STOP_GRACE_S:
             self.begin_browsing()
 
     def action_clear(self) -> None:
@@ -469,42 +490,7 @@ class ChatScreen(ThemedScreen):
         self.dialogue.fitting.open_panel()
 
     def action_prompts(self) -> None:
-        self._prompts("")
-
-    def _prompts(self, argument: str) -> None:
-        """`/prompts`: take a kept prompt; `/prompts save NAME`: keep the last (or marked)
-        question."""
-        word, _, name = argument.partition(" ")
-        if word == "save":
-            self._keep_prompt(name.strip())
-            return
-
-        def use(prompt: KeptPrompt | None) -> None:
-            if prompt is not None:
-                self.prompt.put_away()
-                self.prompt.set_text(prompt.text)
-                self.prompt.select_variable()
-                self.doubts.variables = unfilled(prompt.text)
-            self.prompt.focus()
-
-        kept = kept_prompts()
-        if kept:
-            self.app.push_screen(PromptsPanel(kept, argument), use)
-        else:
-            where = clean_line(f"{folder()}")
-            self.view.note(f"No prompt is kept yet: `/prompts save NAME`, or files in {where}.")
-
-    def _keep_prompt(self, name: str) -> None:
-        turn = self.dialogue.current
-        if turn is None:
-            self.view.warn("there is no question to keep yet")
-            return
-        try:
-            path = keep(name, turn.question)
-        except RequestError as error:
-            self.view.refuse(error)
-        else:
-            self.view.note(f"Kept as {clean_line(f'{path}')}.")
+        self.kept_prompts.run_command("")
 
     def action_fork(self) -> None:
         self.saved.fork()
@@ -548,6 +534,9 @@ class ChatScreen(ThemedScreen):
 
     def action_find(self) -> None:
         self.dialogue.find("")
+
+    def action_tree(self) -> None:
+        self.dialogue.open_tree("")
 
     def action_edit_system(self) -> None:
         self.system.open_panel()
@@ -611,7 +600,7 @@ class ChatScreen(ThemedScreen):
             "copy": alone(self.tools.copy_answer),
             "code": self.tools.copy_command,
             "save": self.tools.save_command,
-            "prompts": self._prompts,
+            "prompts": self.kept_prompts.run_command,
             "attach": self.files.run_command,
             "sampling": alone(self.settings.open_panel),
             "schema": partial(self.settings.set_form, "schema"),
@@ -621,12 +610,16 @@ class ChatScreen(ThemedScreen):
             "compact": self._compact,
             "context": alone(self.dialogue.fitting.open_panel),
             "retry": alone(self.dialogue.regenerate),
+            "beside": self.beside.run_command,
             "edit": alone(self.dialogue.edit),
             "find": self.dialogue.find,
+            "tree": self.dialogue.open_tree,
             "tokens": alone(self.dialogue.look_at_tokens),
             "links": alone(self.tools.list_links),
             "sessions": alone(self.saved.toggle_panel),
             "rename": self.saved.rename_open,
+            "pin": alone(self.saved.pin_open),
+            "tag": self.saved.tag_open,
             "fork": alone(self.saved.fork),
             "export": self.saved.export,
             "import": self.saved.import_chat,
@@ -649,6 +642,7 @@ class ChatScreen(ThemedScreen):
             self.call_later(self.app.run_action, "app.change_theme")
         elif name in self.app.available_themes:
             self.app.theme = name
+            self.view.keep_theme()
         else:
             names = ", ".join(n for n in self.app.available_themes if n.startswith("termgen"))
             self.view.note(f"No theme {clean_line(name)!r}. There are {names}, and Textual's own.")

@@ -23,10 +23,11 @@ from termgen.tools.request import ToolRequest
 from termgen.tools.text import result_chars
 from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.asking import QuestionFiles, Settings
-from termgen.tui.chat.find_panel import FindPanel, find
 from termgen.tui.chat.fitting import Fitting
+from termgen.tui.chat.lists.find_panel import FindPanel, find
+from termgen.tui.chat.lists.tree_panel import TreePanel
 from termgen.tui.chat.saved.autosave import Autosave
-from termgen.tui.chat.saved.chat_records import restored_params
+from termgen.tui.chat.saved.chat_records import all_turns, restored_params
 from termgen.tui.chat.state.answer_branch import Branch, branch_at, read_branch
 from termgen.tui.chat.state.answer_tokens import AnswerTokens, score_text, score_written
 from termgen.tui.chat.state.attachments import Attachment
@@ -477,11 +478,14 @@ class Dialogue:
             return
         self._go_to(turns[at])
 
-    def _go_to(self, turn: Turn) -> None:
+    def _go_to(self, turn: Turn, words: str = "") -> None:
+        """Mark a turn and bring it into view. words: what it was found by, marked in its text."""
         self.mark(turn)
         question, answer = self._entries[turn]
         self._view.transcript.bring_into_view(answer)
         self._view.transcript.bring_into_view(question)
+        if words.strip():
+            self._view.transcript.mark_words(words.split(), self._entries[turn])
 
     def find(self, wanted: str) -> None:
         """List the questions of the path, those with some words; mark the one that is chosen."""
@@ -491,18 +495,55 @@ class Dialogue:
             return
         marked = turns.index(self.marked) if self.marked is not None else None
 
-        def go(place: int | None) -> None:
+        def go(found: tuple[int, str] | None) -> None:
             # An answer may have come meanwhile, or another chat.
-            if place is not None and turns[place] in self.conversation.turns:
-                self._go_to(turns[place])
+            if found is not None and turns[found[0]] in self.conversation.turns:
+                self._go_to(turns[found[0]], found[1])
 
         self._view.screen.app.push_screen(FindPanel(turns, wanted, marked), go)
 
     def go_to_words(self, words: str) -> None:
-        """Mark the last turn of the path that has all of these words, if there is one."""
+        """Go to the last turn of the path that has all of these words, if there is one; else say
+        whether another branch has them."""
         turns = self.conversation.turns
         if words and (hits := find(turns, words)):
-            self._go_to(turns[hits[-1].place])
+            self._go_to(turns[hits[-1].place], words)
+        elif words and find(all_turns(self.conversation), words):
+            key = self._view.key("chat.tree")
+            self._view.note(
+                "The words are on another branch of this chat.", hint=f"{key} lists them."
+            )
+
+    def open_tree(self, wanted: str) -> None:
+        """List the turns of all branches, or those with some words; show the branch of the one that
+        is chosen."""
+        chat = self.conversation
+        if not chat.turns:
+            self._view.notify("nothing was asked in this chat yet")
+            return
+
+        def show(found: tuple[Turn, str] | None) -> None:
+            # Another window may have removed it meanwhile, or another chat is open.
+            if found is not None and self.conversation is chat and chat.has(found[0]):
+                self._show_branch(*found)
+
+        panel = TreePanel(chat.root, chat.turns, self.current, wanted)
+        self._view.screen.app.push_screen(panel, show)
+
+    def _show_branch(self, turn: Turn, words: str) -> None:
+        if turn not in self.conversation.turns:
+            if self.is_streaming:
+                self.say_streaming()
+                return
+            for chosen in self.conversation.choose_path(turn):
+                self._autosave.chose(self.conversation, chosen)
+            self.show_path()
+            self.fitting.count()
+        if turn is self.conversation.turns[-1] and not words:
+            self.mark(None)
+            self._view.transcript.to_end()
+        else:
+            self._go_to(turn, words)
 
     def switch_sibling(self, by: int) -> None:
         """Show a sibling of the turn under the cursor, with the path below it."""
@@ -538,6 +579,20 @@ class Dialogue:
             return
         self.stop_answer()
         self.ask(turn.question, turn.attachments, beside=turn)
+
+    def keep_answer(self, chat: Conversation, turn: Turn, answered: Turn) -> None:
+        """Put an answer that was given beside the chat into it, beside that of a turn."""
+        if self.conversation is not chat or not chat.has(turn) or self.is_streaming:
+            self._view.warn("the chat has gone on: the answer is not kept")
+            return
+        chat.choose_path(turn)
+        chat.put_beside(turn, answered)
+        self._autosave.asked(chat, answered, self._settings.params, own=self._settings.own)
+        self._autosave.ended(chat, answered)
+        self.show_path()
+        self._view.transcript.to_end()
+        self.fitting.count()
+        self._on_asked(answered)
 
     def look_at_tokens(self) -> None:
         """Open the token lens on the answer under the cursor; a branch chosen there is answered."""

@@ -17,7 +17,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Label
 
-from termgen.tui.chat.search_panel import SearchPanel
+from termgen.tui.chat.lists.search_panel import SearchPanel
 from termgen.tui.chat.state.sampling_fields import FIELDS, field_text, read_fields
 from termgen.tui.chat.widgets.safe_text_area import SafeTextArea
 from termgen.tui.keys.keymap import brief_key_of

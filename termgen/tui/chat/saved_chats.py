@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
-from termgen.errors import ChatStoreError
+from termgen.errors import ChatStoreError, RequestError
+from termgen.system.choices import CHATS_OPEN
 from termgen.tui.chat.asking import Settings
 from termgen.tui.chat.dialogue import Dialogue
 from termgen.tui.chat.saved.autosave import Autosave
@@ -29,6 +31,7 @@ from termgen.tui.chat.saved.chat_records import (
 )
 from termgen.tui.chat.saved.chat_store import ChatStore, Resume
 from termgen.tui.chat.state.conversation import Conversation, Turn, title_of
+from termgen.tui.chat.state.labels import labels_of, parse_tags, split_search, tag_words
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.messages import SessionWish
 from termgen.tui.chat.widgets.session_panel import SessionList, SessionPanel
@@ -76,11 +79,13 @@ class SavedChats:
         """Ids of the turns that this window has asked."""
         self._seen: tuple[str, int] | None = None
         """(session id, version of the file) of the last comparison with the file."""
+        self._tags: dict[str, int] = {}
+        """How many chats have each tag, when the list was last read."""
         self.is_opening = resume is not None
         """A resumed chat is still being read: questions wait for it."""
 
     def start(self) -> None:
-        self._panel.display = False
+        self._panel.display = self._view.keeps_chats_open
         self._store.start(report=self._report, replaced=self._save_again)
         if self._store.path is not None:
             self._view.screen.set_interval(OTHERS_S, self.look_for_others)
@@ -88,11 +93,14 @@ class SavedChats:
         self._view.start_worker("earlier-questions", self._reading_questions)
         if self._resume is not None:
             self.open(self._resume.session_id, resume=self._resume)
+        self.update_panel()
 
     async def _reading_questions(self) -> None:
-        """The up key finds the questions of other runs, too."""
+        """The up key finds the questions of other runs, too, and `/tag` their tags."""
         try:
-            texts = await self._store.read(lambda db: db.recent_questions(EARLIER_QUESTIONS))
+            texts, self._tags = await self._store.read(
+                lambda db: (db.recent_questions(EARLIER_QUESTIONS), db.tags())
+            )
         except ChatStoreError as error:
             self._report(str(error))
         else:
@@ -125,10 +133,11 @@ class SavedChats:
             seen = session_id, await self._store.read(lambda database: database.others_version)
             if seen == self._seen:
                 return
-            _, turns = await self._store.read(lambda database: database.load(session_id))
+            session, turns = await self._store.read(lambda database: database.load(session_id))
             if self._dialogue.conversation is not conversation:
                 return
             self._seen = seen
+            conversation.labels, conversation.title = labels_of(session.params), session.title
             cut = conversation.cut
             added, changed = take_others(conversation, turns, own=self._asked_here)
         except ChatStoreError as error:
@@ -160,7 +169,7 @@ class SavedChats:
 
     def close_narrow_panel(self) -> None:
         """Close the panel where it covers the chat; beside the chat it stays."""
-        if self._view.screen.has_class("-narrow"):
+        if self._view.is_narrow:
             self._panel.display = False
         self._view.prompt.focus()
 
@@ -178,6 +187,8 @@ class SavedChats:
         """Open the panel, or close it."""
         panel = self._panel
         panel.display = not panel.display
+        if not self._view.is_narrow:
+            self._view.remember(CHATS_OPEN, panel.display)
         if panel.display:
             panel.app.clear_notifications()  # which would cover the list
             panel.search.value = ""
@@ -202,7 +213,9 @@ class SavedChats:
             return  # the program has ended meanwhile
         words = self._panel.search.value.strip()
         try:
-            found = await self._store.read(lambda database: database.sessions(words))
+            found, self._tags = await self._store.read(
+                lambda database: (database.sessions(words, pinned_first=True), database.tags())
+            )
         except ChatStoreError as error:
             self._report(str(error))
             return
@@ -223,7 +236,7 @@ class SavedChats:
         elif session is None:
             return
         elif message.what == "open":
-            words = self._panel.search.value.strip()
+            words = " ".join(split_search(self._panel.search.value)[1])
             self.close_narrow_panel()
             if session.session_id != self._dialogue.conversation.session_id:
                 self.open(session.session_id, words=words)
@@ -231,6 +244,8 @@ class SavedChats:
                 self._dialogue.go_to_words(words)
         elif message.what == "rename":
             self._panel.begin_rename(session)
+        elif message.what == "pin":
+            self._pin(session.session_id, not session.is_pinned)
         elif message.what == "name":
             self._rename(session.session_id, message.title)
         else:
@@ -287,6 +302,63 @@ class SavedChats:
             self._dialogue.conversation.title = title
         self._autosave.rename(session_id, title)
         self.update_panel()
+
+    def pin_open(self) -> None:
+        """`/pin`: keep the open chat at the top of the list, or no longer."""
+        conversation = self._dialogue.conversation
+        if not conversation.turns:
+            self._view.warn("a chat can be pinned from its first question on")
+            return
+        is_pinned = not conversation.labels.is_pinned
+        self._pin(conversation.session_id, is_pinned)
+        top = "is at the top of the list of chats" if is_pinned else "is not pinned any more"
+        self._view.note(f"This chat {top}.")
+
+    def _pin(self, session_id: str, is_pinned: bool) -> None:
+        conversation = self._dialogue.conversation
+        if session_id == conversation.session_id:
+            conversation.labels = replace(conversation.labels, is_pinned=is_pinned)
+        self._autosave.pin(session_id, is_pinned)
+        self.update_panel()
+
+    def tag_open(self, argument: str) -> None:
+        """`/tag NAME -NAME ...`: add and remove tags of the open chat; alone: list them."""
+        conversation = self._dialogue.conversation
+        try:
+            add, remove = parse_tags(argument)
+            labels = conversation.labels.with_tags(add, remove)
+        except RequestError as error:
+            self._view.refuse(error)
+            return
+        if not argument:
+            self._view.start_worker("tags", self._say_tags)
+        elif not conversation.turns:
+            self._view.warn("a chat can have tags from its first question on")
+        elif missing := set(remove) - set(conversation.labels.tags):
+            self._view.warn(f"this chat has no tag {tag_words(sorted(missing))}")
+        else:
+            conversation.labels = labels
+            self._autosave.tag(conversation.session_id, add, remove)
+            self._tags |= {tag: self._tags.get(tag, 1) for tag in add}
+            self._view.note(f"Tags of this chat: {tag_words(labels.tags) or 'none'}.")
+            self.update_panel()
+
+    async def _say_tags(self) -> None:
+        try:
+            self._tags = await self._store.read(lambda database: database.tags())
+        except ChatStoreError as error:
+            self._report(str(error))
+            return
+        own = tag_words(self._dialogue.conversation.labels.tags) or "none"
+        every = ", ".join(f"{tag_words([tag])} {count}" for tag, count in self._tags.items())
+        hint = "`/tag NAME` adds one, `/tag -NAME` removes it."
+        self._view.note(f"Tags of this chat: {own}. Of all chats: {every or 'none'}.", hint=hint)
+
+    def tag_arguments(self) -> list[tuple[str, str]]:
+        """What may follow `/tag`: tags of other chats to add, the open one's to remove."""
+        own = self._dialogue.conversation.labels.tags
+        add = [(tag, f"{count} chats") for tag, count in self._tags.items() if tag not in own]
+        return [*add, *((f"-{tag}", "remove it") for tag in own)]
 
     def _delete(self, session: SessionSummary) -> None:
         if session.session_id == self._dialogue.conversation.session_id:

@@ -13,11 +13,13 @@ from functools import partial
 from textual.screen import Screen
 from textual.worker import Worker
 
+from termgen.system.choices import CHATS_OPEN
 from termgen.tui.chat.widgets.entries import NoticeEntry
 from termgen.tui.chat.widgets.prompt_area import PromptArea
 from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.keys.keymap import KeyedApp, key_of
 from termgen.tui.paint.canvas import Canvas, Painter
+from termgen.tui.paint.canvas_screen import ThemedScreen
 from termgen.tui.paint.sanitize import clean_line
 
 
@@ -64,6 +66,28 @@ class ChatView:
 
     def copy(self, text: str, what: str) -> None:
         """Copy to the clipboard. A notice says what has become of `what`."""
+        self._app.copy(text, what)
+
+    def remember(self, name: str, value: str | bool) -> None:
+        """Keep a choice for later runs."""
+        self._app.remember(name, value)
+
+    @property
+    def is_narrow(self) -> bool:
+        """True where the list of chats covers the chat."""
+        return self.screen.app.size.width < ThemedScreen.HORIZONTAL_BREAKPOINTS[-1][0]
+
+    @property
+    def keeps_chats_open(self) -> bool:
+        """True if the list was open beside the chat in the run before, and has room there now."""
+        return self._app.choices.is_on(CHATS_OPEN) and not self.is_narrow
+
+    def keep_theme(self) -> None:
+        """Begin later runs with the present theme, or say how to."""
+        self._app.keep_theme()
+
+    @property
+    def _app(self) -> KeyedApp:
         app = self.screen.app
         assert isinstance(app, KeyedApp)
-        app.copy(text, what)
+        return app

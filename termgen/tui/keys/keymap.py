@@ -19,6 +19,7 @@ from textual.dom import DOMNode
 from textual.keys import KEY_NAME_REPLACEMENTS, Keys, key_to_character
 
 from termgen.errors import ConfigError
+from termgen.system.choices import Choices
 
 _NAMES = {
     "escape": "esc",
@@ -167,14 +168,23 @@ KeyOf = Callable[[str], str]
 
 
 class KeyedApp(App[None]):
-    """Knows which keys its actions have."""
+    """Knows which keys its actions have, and what earlier runs chose."""
 
     first_keys: Mapping[str, str]
     """First key of each binding, as people read it, by the binding's name."""
+    choices: Choices
 
     def copy(self, text: str, what: str) -> None:
         """Copy `text` to the clipboard. A notice says what has become of `what`."""
         raise NotImplementedError  # abstract: `TermgenApp` does it, which widgets do not import
+
+    def remember(self, name: str, value: str | bool) -> None:
+        """Keep a choice for later runs."""
+        raise NotImplementedError  # as above
+
+    def keep_theme(self) -> None:
+        """Begin later runs with the present theme, or say how to."""
+        raise NotImplementedError  # as above
 
 
 def key_of(node: DOMNode, name: str) -> str:

@@ -17,7 +17,7 @@ from textual.theme import BUILTIN_THEMES, Theme
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
-from termgen.tui.keys.keymap import brief_key_of
+from termgen.tui.keys.keymap import KeyedApp, brief_key_of
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.palette import Glyphs, Palette
 from termgen.tui.paint.spans import Row
@@ -87,8 +87,8 @@ class ThemeChooser(ModalScreen[None]):
     @on(OptionList.OptionSelected)
     def _keep(self, event: OptionList.OptionSelected) -> None:
         if event.option.id != self._before:
-            name = f'theme = "{event.option.id}"'
-            self.app.notify(f"{name} under [chat] in the config file keeps it", markup=False)
+            assert isinstance(self.app, KeyedApp)
+            self.app.keep_theme()
         self.dismiss()
 
     def action_back(self) -> None:

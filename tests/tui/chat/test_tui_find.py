@@ -10,8 +10,8 @@ from textual.widgets import Input, OptionList
 from tui_harness import FrozenApp, ask, chat_engine, pieces, ready, wait_until
 
 from termgen.tui.chat.chat_screen import ChatScreen
-from termgen.tui.chat.find_panel import FindPanel as Panel
-from termgen.tui.chat.find_panel import Hit, find
+from termgen.tui.chat.lists.find_panel import FindPanel as Panel
+from termgen.tui.chat.lists.find_panel import Hit, find
 from termgen.tui.chat.state.conversation import Turn
 
 SIZE = (80, 24)
@@ -126,6 +126,6 @@ async def test_a_chat_that_changed_behind_the_list_is_left_alone() -> None:
         await pilot.press("f8")
         panel = await opened(app, pilot)
         chat.action_new_chat()
-        panel.dismiss(0)
+        panel.dismiss((0, ""))
         await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
         assert app.chat.dialogue.marked is None

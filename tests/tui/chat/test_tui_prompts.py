@@ -20,7 +20,7 @@ from termgen.tui.chat.state.prompt_library import keep, kept_prompts, next_varia
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "prompts"
     monkeypatch.setattr(prompt_library, "folder", lambda: folder)
-    monkeypatch.setattr("termgen.tui.chat.chat_screen.folder", lambda: folder)
+    monkeypatch.setattr("termgen.tui.chat.prompts_panel.folder", lambda: folder)
     return folder
 
 

@@ -143,7 +143,9 @@ async def test_the_end_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "my chats.sqlite3"
-    app = make_app(path, ui=UIConfig(chat_db=str(path)), found_by=("--url", "http://gpu:8000"))
+    app = make_app(
+        path, ui=UIConfig(chat_db=str(path)), found_by=lambda: ("--url", "http://gpu:8000")
+    )
     async with app.run_test(size=(100, 30)) as pilot:
         await ready(app, pilot)
         await ask(app, pilot, "hello")

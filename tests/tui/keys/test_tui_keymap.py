@@ -185,7 +185,7 @@ async def test_keys_that_text_names_are_those_of_now() -> None:
         "app.help": "f14",
         "app.quit": "ctrl+g",
         "chat.engine": "f10",
-        "chat.retry": "alt+t",
+        "chat.retry": "alt+u",
         "chat.stop": "f13",
         "chat.thoughts": "f2",
         "help.close": "x",
@@ -219,7 +219,7 @@ async def test_keys_that_text_names_are_those_of_now() -> None:
         (folded,) = [line for line in app.chat.transcript.plain_text.split("\n") if "▸" in line]
         assert folded.endswith("f2")
         await pilot.press("alt+up")
-        assert "alt+e edit · alt+t again" in app.chat.transcript.plain_text
+        assert "alt+e edit · alt+u again" in app.chat.transcript.plain_text
         await pilot.press("alt+e")
         assert "^o asks it in a new branch · f13 gives up" in str(app.chat.prompt.border_title)
         await pilot.press("f13", "ctrl+b")

@@ -10,7 +10,6 @@ from textual.theme import BUILTIN_THEMES
 from tui_harness import shipped_themes
 
 from termgen.errors import ConfigError
-from termgen.tui.app import ThemeShelf
 from termgen.tui.paint.palette import ROLES, Palette
 from termgen.tui.paint.spans import Row
 from termgen.tui.themes import theme_files as themes
@@ -25,6 +24,7 @@ from termgen.tui.themes.colour_check import (
     weak_roles,
 )
 from termgen.tui.themes.theme_files import ThemeError, load_all, load_theme, parse_theme
+from termgen.tui.themes.theme_shelf import ThemeShelf
 
 MINIMAL = {
     "name": "mine",

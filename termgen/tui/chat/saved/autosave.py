@@ -7,7 +7,7 @@ loses what came in the last `SAVE_EVERY_S`, or some seconds where tools gave lon
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from termgen.tui.chat.saved.chat_db import ChatDatabase
@@ -123,13 +123,28 @@ class Autosave:
     ) -> None:
         """Into a new file, or of an import."""
         turns = all_turns(conversation)
+        session_id, labels = conversation.session_id, conversation.labels
         if turns:
             self.save_session(conversation, params, own=own)
+        if turns and labels.is_pinned:
+            self.pin(session_id, True)
+        if turns:
+            self.tag(session_id, labels.tags, ())
         for turn in turns:
             self._save_turn(conversation, turn)
 
     def rename(self, session_id: str, title: str) -> None:
         self._put_about(session_id, "title", lambda database: database.rename(session_id, title))
+
+    def pin(self, session_id: str, is_pinned: bool) -> None:
+        self._put_about(session_id, "pin", lambda database: database.pin(session_id, is_pinned))
+
+    def tag(self, session_id: str, add: Iterable[str], remove: Iterable[str]) -> None:
+        """Each tag by itself, so that a later change replaces only one of the same tag."""
+        for tags, has_it in ((add, True), (remove, False)):
+            for tag in tags:
+                write = partial(ChatDatabase.tag, session_id=session_id, tag=tag, has_it=has_it)
+                self._store.put(("tag", session_id, tag), write)
 
     def delete(self, session_id: str) -> None:
         self._put_about(session_id, "deleted", lambda database: database.delete(session_id))

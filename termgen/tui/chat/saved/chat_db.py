@@ -13,12 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from termgen.errors import ChatStoreError
 from termgen.tui.chat.saved.chat_records import FOLDER, R, SessionRecord, TurnRecord, record_of
+from termgen.tui.chat.state.labels import PINNED, TAGS, Labels, has_tags, split_search
 
 APPLICATION_ID = 0x7467_6368
 """Marks the file as ours."""
@@ -36,6 +37,12 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX turns_by_session ON turns (session_id)",
     ),
     ("CREATE TABLE drafts (session_id TEXT PRIMARY KEY, text TEXT NOT NULL)",),
+    (
+        "CREATE TABLE pins (session_id TEXT PRIMARY KEY)",
+        "CREATE TABLE tags (session_id TEXT NOT NULL, tag TEXT NOT NULL,"
+        " PRIMARY KEY (session_id, tag))",
+    ),
+    ("ALTER TABLE sessions ADD COLUMN title_by TEXT NOT NULL DEFAULT ''",),
 )
 """Steps from each schema version to the next. Never change a released one."""
 
@@ -53,6 +60,9 @@ _WORD_TRIGGERS = {
 }
 SESSION_COLUMNS = tuple(SessionRecord.__dataclass_fields__)
 TURN_COLUMNS = tuple(TurnRecord.__dataclass_fields__)
+_LABELS = (PINNED, TAGS)
+BY_USER, BY_MODEL = "user", "model"
+"""Who gave a title; empty for the words of the first question."""
 BUSY_S = 5.0
 """How long to wait for another process that writes."""
 RETRY_S = 0.01
@@ -78,6 +88,8 @@ class SessionSummary:
     """Tells chats of one title apart, counted from the oldest; 0: there is no other."""
     folder: str = ""
     """The folder that it was begun in; empty where it has none."""
+    is_pinned: bool = False
+    tags: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -228,7 +240,7 @@ class ChatDatabase:
             self._connection.execute(
                 "DELETE FROM sessions WHERE deleted_s < ?", (time.time() - KEPT_DELETED_S,)
             )
-            for table in ("turns", "drafts"):
+            for table in ("turns", "drafts", "pins", "tags"):
                 self._connection.execute(
                     f"DELETE FROM {table} WHERE session_id NOT IN (SELECT session_id FROM sessions)"
                 )
@@ -255,11 +267,13 @@ class ChatDatabase:
             raise
 
     def save_session(self, session: SessionRecord) -> None:
-        """Save a chat. The title is set once; only `rename` changes it. A deleted chat is
-        restored."""
+        """Save a chat. The title is set once; only `rename` and `retitle` change it. A deleted chat
+        is restored. Labels are saved by `pin` and `tag`: another window may have changed them."""
+        params = {name: value for name, value in session.params.items() if name not in _LABELS}
         self._put(
-            "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, NULL)"
+            f"INSERT INTO sessions ({', '.join(SESSION_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?, ?)"
             " ON CONFLICT (session_id) DO UPDATE SET deleted_s = NULL,"
+            " title_by = CASE WHEN deleted_s IS NULL THEN title_by ELSE '' END,"
             " title = CASE WHEN deleted_s IS NULL THEN title ELSE excluded.title END,"
             " updated_s = max(updated_s, excluded.updated_s), model_id = excluded.model_id,"
             " system_prompt = excluded.system_prompt, params = excluded.params",
@@ -269,7 +283,7 @@ class ChatDatabase:
             session.updated_s,
             session.model_id,
             session.system_prompt,
-            json.dumps(dict(session.params), ensure_ascii=False),
+            json.dumps(params, ensure_ascii=False),
         )
 
     def _put(self, statement: str, *values: object) -> None:
@@ -312,7 +326,22 @@ class ChatDatabase:
         self._put("DELETE FROM turns WHERE turn_id = ?", turn_id)
 
     def rename(self, session_id: str, title: str) -> None:
-        self._put("UPDATE sessions SET title = ? WHERE session_id = ?", title, session_id)
+        self._put(
+            "UPDATE sessions SET title = ?, title_by = ? WHERE session_id = ?",
+            title,
+            BY_USER,
+            session_id,
+        )
+
+    def retitle(self, session_id: str, before: str, title: str) -> bool:
+        """Take a title by the model in place of the one before. False if that has changed
+        meanwhile, or is the user's own."""
+        done = self._connection.execute(
+            "UPDATE sessions SET title = ?, title_by = ?"
+            " WHERE session_id = ? AND title = ? AND title_by = '' AND deleted_s IS NULL",
+            (title, BY_MODEL, session_id, before),
+        )
+        return done.rowcount == 1
 
     def delete(self, session_id: str) -> None:
         """Delete a chat; `restore` can bring it back for a day."""
@@ -320,6 +349,37 @@ class ChatDatabase:
 
     def restore(self, session_id: str) -> None:
         self._put("UPDATE sessions SET deleted_s = NULL WHERE session_id = ?", session_id)
+
+    def pin(self, session_id: str, is_pinned: bool) -> None:
+        if is_pinned:
+            self._put("INSERT OR IGNORE INTO pins VALUES (?)", session_id)
+        else:
+            self._put("DELETE FROM pins WHERE session_id = ?", session_id)
+
+    def tag(self, session_id: str, tag: str, has_it: bool) -> None:
+        if has_it:
+            self._put("INSERT OR IGNORE INTO tags VALUES (?, ?)", session_id, tag)
+        else:
+            self._put("DELETE FROM tags WHERE session_id = ? AND tag = ?", session_id, tag)
+
+    def labels(self) -> dict[str, Labels]:
+        """Those of each chat that has any."""
+        tags: dict[str, list[str]] = {}
+        for session_id, tag in self._connection.execute("SELECT * FROM tags ORDER BY tag"):
+            tags.setdefault(session_id, []).append(tag)
+        pins = {session_id for (session_id,) in self._connection.execute("SELECT * FROM pins")}
+        return {
+            session_id: Labels(session_id in pins, tuple(tags.get(session_id, ())))
+            for session_id in pins | tags.keys()
+        }
+
+    def tags(self) -> dict[str, int]:
+        """How many chats have each tag, the most used first."""
+        rows = self._connection.execute(
+            "SELECT tag, count(*) FROM tags JOIN sessions USING (session_id)"
+            " WHERE deleted_s IS NULL GROUP BY tag ORDER BY count(*) DESC, tag"
+        )
+        return dict(rows.fetchall())
 
     def save_draft(self, session_id: str, text: str) -> None:
         """Keep what a chat's prompt holds; nothing of an empty one."""
@@ -364,11 +424,14 @@ class ChatDatabase:
             (session_id,),
         )
         turns = [_checked(TurnRecord, TURN_COLUMNS, each, "figures") for each in rows]
-        return session, turns
+        labels = self.labels().get(session_id, Labels()).as_params()
+        return replace(session, params={**session.params, **labels}), turns
 
-    def sessions(self, words: str = "") -> list[SessionSummary]:
-        """The latest first; with words, those that have them all in a title or a turn."""
-        given = words.split()
+    def sessions(self, words: str = "", *, pinned_first: bool = False) -> list[SessionSummary]:
+        """The latest first; with words, those that have them all in a title or a turn, and a tag
+        for each word with a `#`."""
+        wanted, given = split_search(words)
+        labels = self.labels()
         found = self._search(given) if given else {}
         rows = self._connection.execute(
             "SELECT s.session_id, s.title, s.updated_s, s.model_id, count(t.number), s.params"
@@ -376,8 +439,14 @@ class ChatDatabase:
             " GROUP BY s.session_id ORDER BY s.updated_s DESC, s.rowid DESC"
         ).fetchall()
         summaries = []
-        for row, number in zip(rows, numbers([row[1] for row in rows]), strict=True):
+        numbered = list(zip(rows, numbers([row[1] for row in rows]), strict=True))
+        if pinned_first:
+            numbered.sort(key=lambda each: not labels.get(each[0][0], Labels()).is_pinned)
+        for row, number in numbered:
             session_id, title, updated_s, model_id, num_turns, params = row
+            own = labels.get(session_id, Labels())
+            if not has_tags(own.tags, wanted):
+                continue
             in_title = all(word.casefold() in title.casefold() for word in given)
             if in_title or session_id in found:
                 excerpt = found.get(session_id, "")
@@ -385,6 +454,8 @@ class ChatDatabase:
                     SessionSummary(
                         *(session_id, title, updated_s, model_id, num_turns, excerpt, number),
                         folder=_folder_of(params),
+                        is_pinned=own.is_pinned,
+                        tags=own.tags,
                     )
                 )
             if len(summaries) == MAX_LISTED:

@@ -23,6 +23,7 @@ from termgen.tools.text import escaped
 from termgen.tui.chat.state.attachments import Attachment, with_name
 from termgen.tui.chat.state.context_policy import ContextPolicy, Cut, Summary, cut_words
 from termgen.tui.chat.state.conversation import AnswerState, AnswerStats, Conversation, Turn
+from termgen.tui.chat.state.labels import Labels, labels_of
 from termgen.tui.chat.state.summary import tidied
 from termgen.tui.chat.state.thoughts import Thought
 from termgen.tui.chat.state.tool_rounds import ToolRound, as_records, call_of
@@ -127,6 +128,7 @@ def session_record(
     turns = conversation.turns
     if conversation.folder:
         held[FOLDER] = conversation.folder
+    held |= conversation.labels.as_params()
     return SessionRecord(
         session_id=conversation.session_id,
         title=conversation.title,
@@ -178,6 +180,7 @@ def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conv
     """The tree again. A turn whose parent is gone comes first; nothing is left out."""
     conversation = Conversation(system_prompt=session.system_prompt, session_id=session.session_id)
     conversation.title = session.title
+    conversation.labels = labels_of(session.params)
     folder = session.params.get(FOLDER)
     conversation.folder = folder if isinstance(folder, str) else ""
     left_out = session.params.get(LEFT_OUT)
@@ -205,7 +208,8 @@ def conversation_of(session: SessionRecord, turns: Sequence[TurnRecord]) -> Conv
 
 
 def fork_of(conversation: Conversation, upto: Turn) -> Conversation:
-    """A new chat that begins with the path up to this turn. Everything in it has a new id."""
+    """A new chat that begins with the path up to this turn. Everything in it has a new id. It keeps
+    the tags, but is not pinned."""
     path = conversation.turns
     records, parent_id = [], None
     for turn in path[: path.index(upto) + 1]:
@@ -215,7 +219,9 @@ def fork_of(conversation: Conversation, upto: Turn) -> Conversation:
         parent_id = turn_id
     session = session_record(conversation, SamplingParams())
     title = conversation.title.removesuffix(FORK_WORDS) + FORK_WORDS
-    return conversation_of(replace(session, session_id=uuid4().hex, title=title), records)
+    fork = conversation_of(replace(session, session_id=uuid4().hex, title=title), records)
+    fork.labels = Labels(tags=conversation.labels.tags)
+    return fork
 
 
 def take_others(

@@ -22,6 +22,7 @@ from termgen.tools.calls import CUT_WORDS, CallState, ToolCall, take_pieces
 from termgen.tools.text import LEAST_RESULT_CHARS, MAX_RESULT_CHARS
 from termgen.tui.chat.state.attachments import Attachment, with_files
 from termgen.tui.chat.state.context_policy import ALL, ContextPolicy, Cut
+from termgen.tui.chat.state.labels import Labels
 from termgen.tui.chat.state.thoughts import AnswerNews, Thought
 from termgen.tui.chat.state.tool_rounds import ToolRound
 from termgen.vocabulary.request import FinishReason
@@ -240,6 +241,7 @@ class Conversation:
         """The folder that it was begun in, where a client has named one."""
         self.title = ""
         """Taken from the first question until the chat is renamed."""
+        self.labels = Labels()
         self.policy = ContextPolicy.ASK
         """What is done when the context is full."""
         self.is_summary_off = False
@@ -314,6 +316,23 @@ class Conversation:
         turn.parent.chosen = turn.siblings[place]
         return turn.parent.chosen
 
+    def choose_path(self, turn: Turn) -> list[Turn]:
+        """Put a turn on the path, with what is chosen below it; returns the turns that were chosen
+        instead of others, the last first."""
+        changed: list[Turn] = []
+        while turn.parent is not None:
+            if turn.parent.chosen is not turn:
+                turn.parent.chosen = turn
+                changed.append(turn)
+            turn = turn.parent
+        return changed
+
+    def has(self, turn: Turn) -> bool:
+        """True if a turn is in the tree."""
+        while turn.parent is not None and turn in turn.parent.children:
+            turn = turn.parent
+        return turn is self.root
+
     def remove(self, turn: Turn) -> None:
         """Take a turn out, with all below it. On the path, the one that it replaced comes back."""
         parent, place = turn.parent, turn.place
@@ -333,13 +352,28 @@ class Conversation:
         instead of what is left out now."""
         return ChatPrompt(self.messages(self.turns, cut))
 
-    def prompt_with_answer(self, turn: Turn) -> ChatPrompt:
-        """Everything said up to the end of this turn's answer, on which could be gone on."""
+    def prompt_for(self, turn: Turn) -> ChatPrompt:
+        """The prompt for a turn below one of the tree, or below the root."""
+        return ChatPrompt(self.messages(self._path_to(turn)))
+
+    def _path_to(self, turn: Turn) -> list[Turn]:
         path = [turn]
         while path[-1].parent is not self.root:
             assert path[-1].parent is not None, "it is in the tree"
             path.append(path[-1].parent)
-        messages = self.messages(path[::-1])
+        return path[::-1]
+
+    def put_beside(self, turn: Turn, answered: Turn) -> None:
+        """Put a turn that was answered elsewhere in the place of one on the path."""
+        parent = turn.parent
+        assert parent is not None, "the root is not a turn"
+        answered.parent, answered.instead_of = parent, parent.chosen
+        parent.children.append(answered)
+        parent.chosen = answered
+
+    def prompt_with_answer(self, turn: Turn) -> ChatPrompt:
+        """Everything said up to the end of this turn's answer, on which could be gone on."""
+        messages = self.messages(self._path_to(turn))
         return ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
 
     def messages(self, path: Sequence[Turn], cut: Cut | None = None) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ class EntryClicked(Message):
 @dataclass
 class SessionWish(Message):
     """An action of the user in the list of chats: one of open, rename, name (with its `title`),
-    delete, undo, search."""
+    delete, undo, search, pin."""
 
     what: str
     session: SessionSummary | None

@@ -19,6 +19,7 @@ from textual.widgets import Input
 
 from termgen.tui.chat.saved.chat_db import SessionSummary
 from termgen.tui.chat.state.conversation import MAX_TITLE_CHARS
+from termgen.tui.chat.state.labels import tag_words
 from termgen.tui.chat.widgets.messages import SessionWish
 from termgen.tui.keys.keymap import brief_key_of
 from termgen.tui.paint.canvas import Canvas
@@ -31,6 +32,7 @@ ROOMY_WIDTH = 60
 """Width at which a row also shows the model."""
 
 MAX_SEARCH_CHARS = 200
+PINNED_GROUP = "pinned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def session_rows(
     rows: list[ListedRow] = []
     group = ""
     for index, session in enumerate(sessions):
-        name = age_group(session.updated_s, now_s)
+        name = PINNED_GROUP if session.is_pinned else age_group(session.updated_s, now_s)
         if name != group:
             rows += [ListedRow(())] if rows else []
             rows.append(ListedRow(((name, "muted"),)))
@@ -61,9 +63,11 @@ def session_rows(
         background = "@select" if is_marked else ""
         sign = f"{'▸' if is_marked else ' '}{'●' if session.session_id == open_id else ' '} "
         rows.append(ListedRow(_row(session, width, sign, now_s, background), index))
-        if session.excerpt:
-            said: Span = (cut(f"     {clean_line(session.excerpt)}", width), f"muted{background}")
-            rows.append(ListedRow(fit([said], width, f"text{background}"), index))
+        below = [(tag_words(session.tags), "accent"), (session.excerpt, "muted")]
+        for words, role in below:
+            if words:
+                said: Span = (cut(f"     {clean_line(words)}", width), f"{role}{background}")
+                rows.append(ListedRow(fit([said], width, f"text{background}"), index))
     return rows
 
 
@@ -132,6 +136,14 @@ class SessionList(Canvas, can_focus=True):
             tooltip="Delete the marked chat, until it is brought back",
         ),
         Binding(
+            "f7",
+            "wish('pin')",
+            "Pin chat",
+            show=False,
+            id="sessions.pin",
+            tooltip="Keep the marked chat at the top of the list, or no longer (/pin)",
+        ),
+        Binding(
             "ctrl+z",
             "wish('undo')",
             "Bring chat back",
@@ -145,7 +157,7 @@ class SessionList(Canvas, can_focus=True):
             "Search chats",
             show=False,
             id="sessions.search",
-            tooltip="Search titles, questions and answers of all chats (or type)",
+            tooltip="Search titles, questions, answers and #tags of all chats (or type)",
         ),
         Binding(
             "up",
@@ -284,7 +296,7 @@ class SessionPanel(Container):
 
     def compose(self) -> ComposeResult:
         yield Input(
-            placeholder="search in all chats",
+            placeholder="search in all chats, #tag",
             id="session-search",
             compact=True,
             max_length=MAX_SEARCH_CHARS,

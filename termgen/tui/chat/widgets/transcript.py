@@ -23,7 +23,9 @@ from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 
+from termgen.tui.chat.widgets.entries import AnswerEntry
 from termgen.tui.chat.widgets.messages import EntryClicked
+from termgen.tui.chat.widgets.word_marks import WordMarks
 from termgen.tui.paint.palette import Palette
 from termgen.tui.paint.parts import Job
 from termgen.tui.paint.spans import Row, row_text
@@ -170,6 +172,7 @@ class Transcript(ScrollView, can_focus=False):
         self._laid_width = 0
         """The width that the rows were laid out for."""
         self._work = LayoutWork(self._laid_out)
+        self._marks: WordMarks | None = None
 
     @property
     def text_width(self) -> int:
@@ -248,6 +251,53 @@ class Transcript(ScrollView, can_focus=False):
         if wanted != offset:
             self.scroll_to(y=wanted, animate=False, immediate=True)
 
+    def mark_words(self, words: Sequence[str], entries: Sequence[Entry]) -> None:
+        """Mark words in some entries until `unmark`, and show the first one."""
+        self._marks = WordMarks(words, entries)
+        self._strips = [None] * len(self._rows)
+        self.refresh()
+        self._show_first_mark()
+
+    def unmark(self) -> bool:
+        """True if words were marked."""
+        if self._marks is None:
+            return False
+        self._marks = None
+        self._strips = [None] * len(self._rows)
+        self.refresh()
+        return True
+
+    @property
+    def has_marks(self) -> bool:
+        return self._marks is not None
+
+    def _show_first_mark(self) -> None:
+        """Scroll to the first marked word, unless it is in view. Long entries may not be laid out
+        yet: it is looked for again when they are."""
+        marks = self._marks
+        assert marks is not None, "called for them"
+        lines = (
+            line
+            for index, entry in enumerate(self._entries)
+            if entry in marks.entries
+            for line in self._text_lines(index)
+            if marks.is_in(self._rows[line])
+        )
+        line = next(lines, None)
+        if line is None:
+            return
+        marks.is_shown = True
+        top, height = self.scroll_offset.y, self.size.height
+        if not top <= line < top + height:
+            above = max(0, line - height // 3)
+            self.scroll_to(y=above, animate=False, immediate=True)
+
+    def _text_lines(self, index: int) -> range:
+        """Lines of an entry between the blank line and the header above, and its last line: that of
+        an answer has its figures."""
+        end = self._end(index)
+        return range(self._starts[index] + 2, end - isinstance(self._entries[index], AnswerEntry))
+
     def update(self, entry: Entry, *, at_once: int = AT_ONCE) -> None:
         """Redraw a changed `entry`. Rows below it keep their place on the screen."""
         if entry not in self._entries:
@@ -268,6 +318,8 @@ class Transcript(ScrollView, can_focus=False):
     def _laid_out(self, entry: LongEntry) -> None:
         if self.is_attached:
             self.update(entry, at_once=0)
+            if self._marks is not None and not self._marks.is_shown:
+                self._show_first_mark()
 
     def _end(self, index: int) -> int:
         return self._starts[index + 1] if index + 1 < len(self._starts) else len(self._rows)
@@ -381,8 +433,17 @@ class Transcript(ScrollView, can_focus=False):
         strip = self._strips[line]
         if strip is None:
             row = ((" " * self.margin, "text"), *self._rows[line])
+            if self._marks is not None:
+                row = self._marked(line, row)
             strip = self._strips[line] = self._palette.strip(row, width)
         return strip.apply_offsets(0, line)
+
+    def _marked(self, line: int, row: Row) -> Row:
+        assert self._marks is not None
+        index = bisect_right(self._starts, line) - 1
+        if index < 0 or self._entries[index] not in self._marks.entries:
+            return row
+        return self._marks.on(row) if line in self._text_lines(index) else row
 
     def _selected(self, line: int, span: tuple[int, int]) -> Strip:
         """The line with the selection's background on its selected part."""

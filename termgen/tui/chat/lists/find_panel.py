@@ -9,7 +9,7 @@ from typing import NamedTuple
 from textual.binding import Binding
 from textual.content import Content
 
-from termgen.tui.chat.search_panel import SearchPanel
+from termgen.tui.chat.lists.search_panel import SearchPanel
 from termgen.tui.chat.state.conversation import Turn
 from termgen.tui.keys.keymap import brief_key_of
 from termgen.tui.paint.sanitize import clean_line
@@ -33,7 +33,7 @@ class Hit(NamedTuple):
 def find(turns: Sequence[Turn], wanted: str) -> list[Hit]:
     """Turns whose question and answer together have every word, in whatever case; all without
     words."""
-    words = [re.compile(re.escape(word), re.IGNORECASE) for word in wanted.split()]
+    words = words_pattern(wanted)
     hits = []
     for place, turn in enumerate(turns):
         missing = [word for word in words if not word.search(turn.question)]
@@ -59,8 +59,13 @@ def find(turns: Sequence[Turn], wanted: str) -> list[Hit]:
     return hits
 
 
-class FindPanel(SearchPanel[int]):
-    """Gives back the index of a turn."""
+def words_pattern(wanted: str) -> list[re.Pattern[str]]:
+    """What finds each word, in whatever case."""
+    return [re.compile(re.escape(word), re.IGNORECASE) for word in wanted.split()]
+
+
+class FindPanel(SearchPanel[tuple[int, str]]):
+    """Gives back the index of a turn, and the words that it was found by."""
 
     BINDINGS = [
         Binding("f8,up", "move(-1)", "Earlier", id="find.earlier", tooltip="An earlier question"),
@@ -86,9 +91,9 @@ class FindPanel(SearchPanel[int]):
         keys = f"⏎ go there · {earlier} earlier · {close} close"
         return "find in this chat", keys, "words of a question or its answer"
 
-    def find(self, wanted: str) -> tuple[Sequence[tuple[int, Content]], int]:
-        lines = [(hit.place, _line(hit)) for hit in find(self._turns, wanted)]
-        places = [place for place, _ in lines]
+    def find(self, wanted: str) -> tuple[Sequence[tuple[tuple[int, str], Content]], int]:
+        lines = [((hit.place, wanted), _line(hit)) for hit in find(self._turns, wanted)]
+        places = [place for (place, _), _ in lines]
         return lines, places.index(self._marked) if self._marked in places else len(places) - 1
 
 
