@@ -212,6 +212,8 @@ class _SinceStart:
     num_corrupted: int = 0
     num_wasted_tokens: int = 0
     num_late_masks: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_dropped: int = 0
 
 
@@ -258,6 +260,16 @@ class _SinceStartCollector(Collector):
                 "Tokens of constrained answers that a step did not sample, as their masks were "
                 "late; a later step does",
                 counts.num_late_masks,
+            ),
+            (
+                "spec_decode_num_draft_tokens",
+                "Guessed tokens that steps computed",
+                counts.num_draft_tokens,
+            ),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Guessed tokens that the model drew as well: each saves a step of its request",
+                counts.num_accepted_tokens,
             ),
             (
                 "event_stream_dropped",
@@ -378,6 +390,8 @@ class ServerMetrics(ModelMetrics):
             self._since_start.num_corrupted = newest.num_corrupted
             self._since_start.num_wasted_tokens = newest.num_wasted_tokens
             self._since_start.num_late_masks = newest.num_late_masks
+            self._since_start.num_draft_tokens = newest.num_draft_tokens
+            self._since_start.num_accepted_tokens = newest.num_accepted_tokens
             self._covered.set(newest.covered_us / 1e6)
             self._on_state(newest)
             self._on_heartbeat(newest.applied_ns)

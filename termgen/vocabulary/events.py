@@ -89,6 +89,10 @@ class StepRecord(NamedTuple):
     """Since start: rows that a step did not sample, as the masks of their grammars were late."""
     mask_us: float = 0.0
     """Time that the host waited for masks of grammars since the step before landed."""
+    num_draft_tokens: int = 0
+    """Since start: guessed tokens that steps computed."""
+    num_accepted_tokens: int = 0
+    """Since start: those of them that the model drew as well."""
 
     @property
     def launched_ns(self) -> int:

@@ -98,7 +98,9 @@ async def test_launches_are_counted_by_queue_depth_beside_wasted_tokens_and_late
         for depth in (0, 1, 1, 7):
             record = make_step_record(queue_depth=depth, launch_us=50.0, publish_us=20.0)
             engine.bus.publish(record)
-        engine.bus.publish(make_step_record(queue_depth=7, num_wasted_tokens=5, num_late_masks=3))
+        totals = {"num_wasted_tokens": 5, "num_late_masks": 3}
+        totals |= {"num_draft_tokens": 9, "num_accepted_tokens": 4}
+        engine.bus.publish(make_step_record(queue_depth=7, **totals))
         text = (await client.get("/metrics")).text
     assert value(text, "engine_launches_total", queue_depth="0") == 1
     assert value(text, "engine_launches_total", queue_depth="1") == 2
@@ -106,6 +108,8 @@ async def test_launches_are_counted_by_queue_depth_beside_wasted_tokens_and_late
     assert value(text, "engine_step_seconds_sum", phase="launch") == pytest.approx(0.0002)
     assert value(text, "engine_wasted_tokens_total") == 5
     assert value(text, "engine_late_masks_total") == 3
+    assert value(text, "spec_decode_num_draft_tokens_total") == 9
+    assert value(text, "spec_decode_num_accepted_tokens_total") == 4
     assert value(text, "engine_telling_seconds_total") == pytest.approx(80e-6)
 
 

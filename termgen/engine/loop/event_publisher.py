@@ -131,6 +131,8 @@ class EventPublisher:
             queue_depth=times.queue_depth,
             num_wasted_tokens=stats.wasted_tokens,
             num_late_masks=stats.num_late_masks,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
             host_us=times.host_ns / 1e3,
             wait_us=(times.landed_ns - times.waited_ns) / 1e3,
             idle_us=max(0, result.started_ns - free_since_ns) / 1e3,

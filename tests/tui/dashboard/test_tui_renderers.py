@@ -333,6 +333,21 @@ def test_batch_counts_the_masks_that_came_too_late() -> None:
         assert ("  late masks 1.2k", "muted") in last, (width, last)
 
 
+def test_batch_counts_the_drafts_that_stayed_in_the_steps_in_view() -> None:
+    records = steps(30)
+    frame = Frame(140, 7, False)
+    assert "drafts" not in row_text(batch_panel(of_steps(records), frame, COLOUR_GLYPHS)[-1])
+    records = [
+        record._replace(
+            num_decode_rows=2, num_draft_tokens=100 + 8 * i, num_accepted_tokens=50 + 6 * i
+        )
+        for i, record in enumerate(records)
+    ]
+    for width in (140, 80):
+        last = batch_panel(of_steps(records), Frame(width, 7, False), COLOUR_GLYPHS)[-1]
+        assert ("  drafts kept 75%, 4.0 tokens a step", "muted") in last, (width, last)
+
+
 def test_batch_says_how_many_steps_were_queued_before_the_marked_one() -> None:
     records = steps(30)
     assert "queued" not in row_text(

@@ -240,6 +240,8 @@ def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_c
     if step.graph_reason and not on_cpu:
         missed = "no graph" if step.graph_mode == "NONE" else "no full graph"
         tail.append([(f"  {missed}: {step.graph_reason}", "muted")])
+    if drafts := _draft_words(steps):
+        tail.insert(0, [(f"  {drafts}", "muted")])
     if step.num_late_masks:
         tail.insert(0, [(f"  late masks {count(step.num_late_masks)}", "muted")])
     if step.num_late_compiles:
@@ -253,6 +255,19 @@ def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_c
             parts += piece
             used += cells
     return tuple(parts)
+
+
+def _draft_words(steps: Sequence[StepRecord]) -> str:
+    """How many drafts of the steps in view stayed, and what a row of them got; empty: there were
+    none."""
+    first, last = steps[0], steps[-1]
+    drafted = last.num_draft_tokens - first.num_draft_tokens
+    if drafted <= 0:
+        return ""
+    kept = last.num_accepted_tokens - first.num_accepted_tokens
+    num_rows = sum(step.num_decode_rows for step in steps[1:])
+    gained = 1 + kept / max(1, num_rows)
+    return f"drafts kept {percent(kept / drafted)}, {gained:.1f} tokens a step"
 
 
 def _mode_words(steps: Sequence[StepRecord]) -> list[Span]:
