@@ -285,6 +285,5 @@ def test_every_request_says_the_same_with_drafts(
     check(bench, answers)
     stats = bench.core.scheduler.stats
     assert (stats.num_preemptions > 2) == preempted
-    # Rows with penalties, a quarter of them, have none.
     assert 0.2 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_accepted_tokens > 20

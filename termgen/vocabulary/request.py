@@ -141,8 +141,8 @@ class Request:
 
     @property
     def may_draft(self) -> bool:
-        """Its next tokens may be guessed: what draws one does not change with those before it."""
-        return self.grammar is None and not self.params.has_penalties
+        """Its next tokens may be guessed: no mask of the host is needed for each."""
+        return self.grammar is None
 
     @property
     def owes_prompt_logprobs(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from constrained_harness import ConstrainedDriver, FakeGrammar
 from core_harness import CoreDriver
 from scripted_device import next_token
 
@@ -52,18 +53,19 @@ def test_a_step_keeps_the_right_drafts_and_one_token_more(depth: int, num_right:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_rows_whose_draws_depend_on_the_drafts_before_have_none(depth: int) -> None:
-    driver = driver_of(depth, 3, 3)
+def test_rows_under_a_grammar_have_none(depth: int) -> None:
+    """The host masks one place of a row."""
+    driver = ConstrainedDriver(depth=depth, num_drafts=3)
     plain = driver.submit("plain", [1, 2, 3], max_tokens=30)
-    penalised = driver.submit("penalised", [4, 5], max_tokens=30, presence_penalty=0.5)
+    bound = driver.constrain("bound", [4, 5], FakeGrammar(25), max_tokens=30)
     driver.run()
-    by_slot = {bearer.residencies[0][0]: bearer for bearer in (plain, penalised)}
+    by_slot = {bearer.residencies[0][0]: bearer for bearer in (plain, bound)}
     drafts = dict.fromkeys(by_slot.values(), 0)
     for plan in driver.executor.plans:
         for slot, count in zip(plan.slots.tolist(), plan.num_draft_tokens.tolist(), strict=True):
             drafts[by_slot[slot]] += count
-    assert drafts[plain] > 0 == drafts[penalised]
-    for bearer in (plain, penalised):
+    assert drafts[plain] > 0 == drafts[bound]
+    for bearer in (plain, bound):
         assert bearer.tokens == driver.reference(bearer)
 
 

@@ -56,6 +56,22 @@ class CheckedRows(Protocol):
     token_counts: torch.Tensor  # [R, V] int32
 
 
+def count_drafts(
+    packed: torch.Tensor,  # [S, V] int32, see `sampling.metadata`
+    slots: torch.Tensor,  # [S] int64
+    samples: Samples,
+    state: CheckedRows,
+) -> None:
+    """Count the drafts before each sample's place as tokens of its row: where they are wrong, the
+    sample is not kept."""
+    place = samples.drafts[samples.rows] - samples.behind
+    ends = state.total_len[slots]
+    for i in range(samples.most_drafts):
+        where = (ends + i).clamp(max=state.token_ids.shape[1] - 1)
+        drafts = state.token_ids[slots, where].long()[:, None]
+        packed.scatter_add_(1, drafts, (place > i).to(packed.dtype)[:, None])
+
+
 def keep_drawn(
     state: CheckedRows,
     slots: torch.Tensor,  # [B] int64

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from termgen.engine.device.drafting.base import DraftedRows
 from termgen.engine.device.drafting.payoff import DraftPayoff
-from termgen.engine.device.sampling.metadata import HAS_GRAMMAR, HAS_PENALTIES
+from termgen.engine.device.sampling.metadata import HAS_GRAMMAR
 from termgen.vocabulary.step import StepPlan
 
 
@@ -28,7 +28,7 @@ class NgramDrafter:
         """Tokens of each row when its step began."""
 
     def step_ended(self, plan: StepPlan, took_ns: int, state: DraftedRows) -> None:
-        """See `Drafter`. Rows whose draws depend on the drafts before get none."""
+        """See `Drafter`. Rows under a grammar get none: the host masks one place of a row."""
         for added in plan.added:
             self._payoff.begin(added.slot)
             self._lengths[added.slot] = len(added.token_ids)
@@ -42,7 +42,7 @@ class NgramDrafter:
         if plan.is_decode:
             self._payoff.note_step(plan.total_tokens, took_ns)
         state.num_drafts.numpy()[slots] = 0
-        kinds = state.edit_kinds.numpy()[slots] & (HAS_GRAMMAR | HAS_PENALTIES)
+        kinds = state.edit_kinds.numpy()[slots] & HAS_GRAMMAR
         self._write(slots[(gained > 0) & ~is_over & (kinds == 0)], int((~is_over).sum()), state)
 
     def _write(self, slots: npt.NDArray[np.int32], num_rows: int, state: DraftedRows) -> None:

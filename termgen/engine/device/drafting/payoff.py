@@ -26,7 +26,11 @@ TOKEN_SHARE = 0.1
 """Time of one token more, in times of a step of one, where no step of that size was seen: little
 enough for a try."""
 MOST_TOKENS = 256
-"""Sizes of steps that are told apart."""
+"""Sizes of steps that are kept apart."""
+KNOWN_FROM = 2
+"""Steps of a size after which its time is known: the first one may have compiled something."""
+REMEMBERED = 500
+"""Steps after which a time is forgotten: what was slow on a busy machine is tried again."""
 
 
 class DraftPayoff:
@@ -36,7 +40,11 @@ class DraftPayoff:
         self._right = np.zeros(num_slots)
         self._checked = np.zeros(num_slots)
         self._step_ns = np.zeros(MOST_TOKENS + 1)
-        """Mean time by tokens; 0: none was seen."""
+        """Mean time by tokens."""
+        self._num_seen = np.zeros(MOST_TOKENS + 1, np.int64)
+        self._last_seen = np.zeros(MOST_TOKENS + 1, np.int64)
+        """The newest step of each size, by its number."""
+        self._num_steps = 0
 
     def begin(self, slot: int) -> None:
         """Forget what the slot's last request showed."""
@@ -50,10 +58,16 @@ class DraftPayoff:
 
     def note_step(self, num_tokens: int, took_ns: int) -> None:
         """Learn from the time of a step without prompts."""
-        if num_tokens <= MOST_TOKENS:
-            before = self._step_ns[num_tokens]
-            weight = NEWEST_WEIGHT if before else 1.0
-            self._step_ns[num_tokens] += weight * (took_ns - before)
+        self._num_steps += 1
+        if num_tokens > MOST_TOKENS:
+            return
+        if self._num_steps - self._last_seen[num_tokens] > REMEMBERED:
+            self._num_seen[num_tokens] = 0
+        self._num_seen[num_tokens] += 1
+        self._last_seen[num_tokens] = self._num_steps
+        is_known = self._num_seen[num_tokens] > KNOWN_FROM
+        weight = NEWEST_WEIGHT if is_known else 1.0
+        self._step_ns[num_tokens] += weight * (took_ns - self._step_ns[num_tokens])
 
     def share_right(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         """[n] how often a draft of these rows is right."""
@@ -79,7 +93,8 @@ class DraftPayoff:
     def _times(self, first: int, more: int) -> npt.NDArray[np.float64]:
         """[1 + more] time of steps of `first` tokens and up to `more` further ones."""
         sizes = first + np.arange(1 + more)
-        known = np.flatnonzero(self._step_ns)
+        is_fresh = self._num_steps - self._last_seen <= REMEMBERED
+        known = np.flatnonzero((self._num_seen >= KNOWN_FROM) & is_fresh)
         if not len(known):
             return _guessed(sizes)
         times = np.interp(sizes, known, self._step_ns[known])

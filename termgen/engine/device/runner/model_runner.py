@@ -450,7 +450,7 @@ class ModelRunner:
             num_tokens = state.await_masks(slots, num_tokens)
         if samples is not None:
             at = slots[samples.rows], num_tokens[samples.rows] - samples.behind
-            output = self.sampler(logits.float(), state.sampling_metadata(*at, needs))
+            output = self.sampler(logits.float(), state.sampling_metadata(*at, needs, samples))
             tokens = keep_drawn(
                 state, slots, num_tokens, output.token_ids, samples, ring, output.logprobs
             )

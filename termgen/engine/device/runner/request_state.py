@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from termgen.engine.device.drafting.acceptance import Samples, count_drafts
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.sampling.logit_edits import LogitEditTables, edit_logits
 from termgen.engine.device.sampling.logprobs import LogprobTensors
@@ -125,12 +126,15 @@ class RequestState:
         slots: torch.Tensor,  # [B] int64
         num_tokens: torch.Tensor,  # [B] int64, up to where a row draws, not yet in num_computed
         needs: SamplingNeeds,
+        samples: Samples | None = None,
     ) -> SamplingMetadata:
-        """Inputs of the torch sampler, for steps that kernels do not sample. A row may draw at
-        several places, as if it were several."""
+        """Inputs of the torch sampler, for steps that kernels do not sample. samples: of a step
+        with drafts, whose rows draw at several places, as if each were several rows."""
         output_counts = prompt_mask = None
         if needs.penalties:
             packed = self.token_counts[slots]
+            if samples is not None:
+                count_drafts(packed, slots, samples, self)
             output_counts, prompt_mask = packed & COUNT_MASK, packed < 0
         positions = self.num_computed[slots] + num_tokens
         suppress_stop = positions < self.min_total[slots]

@@ -88,6 +88,21 @@ def test_useless_drafts_cost_two_percent_at_most(times: dict[int, float]) -> Non
     assert spent_ms < 1.02 * num_steps * times[1]
 
 
+def test_a_first_step_that_compiles_and_a_busy_machine_are_forgotten() -> None:
+    made = payoff({1: 10.0}, {0: (8, 8)})
+    assert choose(made, [4]) == [4]
+    made.note_step(5, 900 * MS)
+    assert choose(made, [4]) == [4], "the first of its size says nothing"
+    made.note_step(5, 900 * MS)
+    assert choose(made, [4]) == [0]
+    for _ in range(600):
+        made.note_step(1, 10 * MS)
+    assert choose(made, [4]) == [4]
+    for _ in range(10):
+        made.note_step(5, 12 * MS)
+    assert made._times(5, 0)[0] == pytest.approx(12 * MS)
+
+
 def test_the_choice_is_the_best_of_all() -> None:
     """Beside every combination of counts, for random times and rows."""
     seed = random.randrange(10**6)
