@@ -175,14 +175,16 @@ def guess_half(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, prompt in zip(KINDS, bench.prompts, strict=True)
     ]
 
-    def guess(tokens: np.ndarray) -> np.ndarray:
+    def guess(tokens: np.ndarray) -> tuple[np.ndarray, int]:
         seen = tuple(tokens.tolist())
         (text,) = [text for text in texts if text[: len(seen)] == seen] or [seen]
         rest = np.asarray(text[len(seen) :][:NUM_DRAFTS], np.int32)
         rest[1 + len(seen) % 2 :] += 1
-        return rest
+        return rest, 1
 
-    def choose(slots: np.ndarray, num_found: np.ndarray, num_rows: int) -> np.ndarray:
+    def choose(
+        slots: np.ndarray, num_found: np.ndarray, kinds: np.ndarray, num_rows: int
+    ) -> np.ndarray:
         return num_found
 
     monkeypatch.setattr(runner.drafter, "guess", guess)

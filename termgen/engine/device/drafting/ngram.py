@@ -7,6 +7,8 @@ but the search, and answers that repeat their prompt (edits, summaries, code) ke
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +16,10 @@ from termgen.engine.device.drafting.base import DraftedRows
 from termgen.engine.device.drafting.payoff import DraftPayoff
 from termgen.engine.device.sampling.metadata import HAS_GRAMMAR
 from termgen.vocabulary.step import StepPlan
+
+KIND_FROM = (1, 3, 6)
+"""Tokens that stood before, from which on a guess is of the first, second and third kind: the more
+of them, the more often it is right."""
 
 
 class NgramDrafter:
@@ -23,7 +29,9 @@ class NgramDrafter:
         """shortest, longest: tokens that must have been there before."""
         self.num_tokens = num_tokens
         self._shortest, self._longest = shortest, longest
-        self._payoff = DraftPayoff(num_slots)
+        self._payoff = DraftPayoff(num_slots, len(KIND_FROM))
+        self._kinds = np.zeros(num_slots, np.int64)
+        """Kind of each row's drafts."""
         self._lengths = np.zeros(num_slots, np.int64)
         """Tokens of each row when its step began."""
 
@@ -37,8 +45,9 @@ class NgramDrafter:
         gained = lengths[slots] - self._lengths[slots]
         self._lengths[slots] = lengths[slots]
         for row in np.flatnonzero((gained > 0) & ~is_over).tolist():
-            num_drafts = int(plan.num_draft_tokens[row])
-            self._payoff.note_row(int(slots[row]), num_drafts, int(gained[row]) - 1)
+            slot, num_drafts = int(slots[row]), int(plan.num_draft_tokens[row])
+            kind = int(self._kinds[slot])
+            self._payoff.note_row(slot, num_drafts, int(gained[row]) - 1, kind)
         if plan.is_decode:
             self._payoff.note_step(plan.total_tokens, took_ns)
         state.num_drafts.numpy()[slots] = 0
@@ -50,16 +59,19 @@ class NgramDrafter:
         found = []
         for slot in slots.tolist():
             length = int(lengths[slot])
-            guess = self.guess(ids[slot, :length])[: ids.shape[1] - length]
+            guess, matched = self.guess(ids[slot, :length])
+            guess = guess[: ids.shape[1] - length]
             ids[slot, length : length + len(guess)] = guess
             found.append(len(guess))
+            self._kinds[slot] = max(0, bisect_right(KIND_FROM, matched) - 1)
         if any(found):
-            counts = self._payoff.choose(slots, np.asarray(found), num_rows)
+            kinds = self._kinds[slots]
+            counts = self._payoff.choose(slots, np.asarray(found), kinds, num_rows)
             state.num_drafts.numpy()[slots] = counts
 
-    def guess(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def guess(self, tokens: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], int]:
         """[n] tokens that may follow, n <= num_tokens: those behind the newest of the places where
-        the longest part of the end stands."""
+        the longest part of the end stands; and the length of that part."""
         end = len(tokens) - 1
         places = np.flatnonzero(tokens[:end] == tokens[end])
         matched = 1
@@ -70,7 +82,8 @@ class NgramDrafter:
                 break
             places, matched = longer, matched + 1
         if matched < self._shortest or not len(places):
-            return tokens[:0]
+            return tokens[:0], 0
         behind = int(places[-1]) + 1
         # A guess that reaches the end goes on with itself: the text repeats from `behind` on.
-        return tokens[behind + np.arange(self.num_tokens) % (len(tokens) - behind)]
+        following = behind + np.arange(self.num_tokens) % (len(tokens) - behind)
+        return tokens[following], matched

@@ -1,9 +1,9 @@
 """How many drafts pay in the next step: none, where checking them takes longer than they save.
 
 Two things are learned while the engine runs: the time of a step by the tokens that it computes,
-and for each row how often a draft behind right ones is right. A step of B rows with n drafts is
-expected to give B tokens and, for each draft, the chance that it and all before it are right. The
-likely ones come first, and n is what gives the most tokens for its time.
+and for each row and kind of draft how often one behind right ones is right. A step of B rows with n
+drafts is expected to give B tokens and, for each draft, the chance that it and all before it are
+right. The likely ones come first, and n is what gives the most tokens for its time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ REMEMBERED = 500
 class DraftPayoff:
     """What drafts cost and give. R slots."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._right = np.zeros(num_slots)
-        self._checked = np.zeros(num_slots)
+    def __init__(self, num_slots: int, num_kinds: int = 1) -> None:
+        """num_kinds: kinds of drafts whose chances differ, as a drafter sees them."""
+        self._right = np.zeros((num_slots, num_kinds))
+        self._checked = np.zeros((num_slots, num_kinds))
         self._step_ns = np.zeros(MOST_TOKENS + 1)
         """Mean time by tokens."""
         self._num_seen = np.zeros(MOST_TOKENS + 1, np.int64)
@@ -50,11 +51,16 @@ class DraftPayoff:
         """Forget what the slot's last request showed."""
         self._right[slot] = self._checked[slot] = 0.0
 
-    def note_row(self, slot: int, num_drafts: int, num_right: int) -> None:
+    def note_row(self, slot: int, num_drafts: int, num_right: int, kind: int = 0) -> None:
         """Learn from a row of a step; its drafts up to the first wrong one were checked."""
-        kept = KEPT_WITH_DRAFTS if num_drafts else KEPT_WITHOUT
-        self._right[slot] = kept * self._right[slot] + num_right
-        self._checked[slot] = kept * self._checked[slot] + min(num_right + 1, num_drafts)
+        if not num_drafts:
+            self._right[slot] *= KEPT_WITHOUT
+            self._checked[slot] *= KEPT_WITHOUT
+            return
+        at = slot, kind
+        self._right[at] = KEPT_WITH_DRAFTS * self._right[at] + num_right
+        checked = min(num_right + 1, num_drafts)
+        self._checked[at] = KEPT_WITH_DRAFTS * self._checked[at] + checked
 
     def note_step(self, num_tokens: int, took_ns: int) -> None:
         """Learn from the time of a step without prompts."""
@@ -69,22 +75,29 @@ class DraftPayoff:
         weight = NEWEST_WEIGHT if is_known else 1.0
         self._step_ns[num_tokens] += weight * (took_ns - self._step_ns[num_tokens])
 
-    def share_right(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+    def share_right(
+        self, slots: npt.NDArray[np.int32], kinds: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
         """[n] how often a draft of these rows is right."""
-        right = self._right[slots] + PRIOR * PRIOR_WEIGHT
-        shares: npt.NDArray[np.float64] = right / (self._checked[slots] + PRIOR_WEIGHT)
+        right = self._right[slots, kinds] + PRIOR * PRIOR_WEIGHT
+        shares: npt.NDArray[np.float64] = right / (self._checked[slots, kinds] + PRIOR_WEIGHT)
         return shares
 
     def choose(
-        self, slots: npt.NDArray[np.int32], num_found: npt.NDArray[np.int64], num_rows: int
+        self,
+        slots: npt.NDArray[np.int32],
+        num_found: npt.NDArray[np.int64],
+        kinds: npt.NDArray[np.int64],
+        num_rows: int,
     ) -> npt.NDArray[np.int64]:
         """[n] drafts that each of these rows gets.
 
-        num_found: drafts that there are for each. num_rows: rows of the step, these among them.
+        num_found, kinds: [n] drafts that there are for each. num_rows: rows of the step, these
+        among them.
         """
         owners = np.repeat(np.arange(len(slots)), num_found)
         places = np.arange(len(owners)) - np.repeat(np.cumsum(num_found) - num_found, num_found)
-        chances = self.share_right(slots)[owners] ** (1 + places)
+        chances = self.share_right(slots, kinds)[owners] ** (1 + places)
         order = np.argsort(-chances, kind="stable")  # a row's own are in order already
         tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
         best = int(np.argmax(tokens / self._times(num_rows, len(order))))

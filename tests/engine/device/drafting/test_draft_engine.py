@@ -80,16 +80,16 @@ def guess_from(engine: SyncEngine, known: Outputs, num_right: Callable[[int], in
     tokens, those that are right."""
     texts = [(*prompt, *tokens) for prompt, (tokens, _) in zip(prompts(), known, strict=True)]
 
-    def guess(tokens: np.ndarray) -> np.ndarray:
+    def guess(tokens: np.ndarray) -> tuple[np.ndarray, int]:
         seen = tuple(tokens.tolist())
         rest = next((t[len(seen) :] for t in texts if t[: len(seen)] == seen), ())
         drafts = np.asarray(rest[:NUM_DRAFTS], np.int32)
         drafts[num_right(len(seen)) :] = (drafts[num_right(len(seen)) :] + 1) % VOCAB
-        return drafts
+        return drafts, 1
 
     drafter: Any = engine.core.executor._runner.drafter  # type: ignore[attr-defined]
     drafter.guess = guess
-    drafter._payoff.choose = lambda slots, num_found, num_rows: num_found
+    drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ def drafter(num_tokens: int = 4, shortest: int = 2, longest: int = 5) -> NgramDr
 
 def guess(maker: NgramDrafter, text: str) -> str:
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    return bytes(maker.guess(tokens).tolist()).decode()
+    return bytes(maker.guess(tokens)[0].tolist()).decode()
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,12 @@ def test_it_finds_what_a_plain_search_finds() -> None:
         assert guess(drafter(num_tokens, shortest, longest), text) == expected, text
         num_found += bool(expected)
     assert 500 < num_found < 2000
+
+
+@pytest.mark.parametrize(
+    ("text", "matched"),
+    [("abXab", 2), ("abcdXabcd", 4), ("abcdefXabcdef", 5), ("ab", 0), ("aa", 0)],
+)
+def test_it_says_how_much_stood_before(text: str, matched: int) -> None:
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    assert drafter().guess(tokens)[1] == matched

@@ -25,8 +25,9 @@ def payoff(times: dict[int, float], rows: dict[int, tuple[int, int]] | None = No
 
 
 def choose(made: DraftPayoff, found: list[int], num_rows: int | None = None) -> list[int]:
-    slots = np.arange(len(found), dtype=np.int32)
-    counts = made.choose(slots, np.asarray(found), len(found) if num_rows is None else num_rows)
+    slots, kinds = np.arange(len(found), dtype=np.int32), np.zeros(len(found), np.int64)
+    num_rows = len(found) if num_rows is None else num_rows
+    counts = made.choose(slots, np.asarray(found), kinds, num_rows)
     assert len(counts) == len(found) and (counts <= found).all() and (counts >= 0).all()
     return counts.tolist()
 
@@ -51,11 +52,23 @@ def test_rows_that_they_fit_get_more_than_others() -> None:
     assert counts[0] == 6 and counts[1] == 0 <= counts[2] < 6
 
 
+def test_kinds_of_drafts_are_told_apart() -> None:
+    made = DraftPayoff(2, num_kinds=2)
+    for _ in range(40):
+        for num_tokens, ms in FLAT.items():
+            made.note_step(num_tokens, int(ms * MS))
+        made.note_row(0, 4, 4, kind=1)
+        made.note_row(0, 4, 0, kind=0)
+    slots, found = np.asarray([0], np.int32), np.asarray([4])
+    for kind, expected in ((0, 0), (1, 4)):
+        assert made.choose(slots, found, np.asarray([kind]), 1).tolist() == [expected]
+
+
 def test_a_new_request_begins_with_the_prior() -> None:
     made = payoff(FLAT, {0: (0, 8)})
     assert choose(made, [4]) == [0]
     made.begin(0)
-    assert made.share_right(np.asarray([0]))[0] == PRIOR
+    assert made.share_right(np.asarray([0]), np.asarray([0]))[0] == PRIOR
     assert choose(made, [4])[0] > 0
 
 
@@ -117,7 +130,7 @@ def test_the_choice_is_the_best_of_all() -> None:
         rows = {slot: (rng.randint(0, 4), 4) for slot in range(num_rows)}
         made = payoff(times, rows)
         found = [rng.randint(0, 4) for _ in range(num_rows)]
-        chances = made.share_right(np.arange(num_rows, dtype=np.int32))
+        chances = made.share_right(np.arange(num_rows), np.zeros(num_rows, np.int64))
 
         def rate(
             counts: tuple[int, ...], chances: np.ndarray = chances, times: dict = times
