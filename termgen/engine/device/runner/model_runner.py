@@ -315,7 +315,7 @@ class ModelRunner:
             with torch.inference_mode(), self.watch_compiles():
                 self.state.update(plan)
         num_drafted = None
-        if plan.num_drafts:
+        if plan.num_drafts:  # the host sees how many there are, so none is computed in vain
             plan = plan.with_drafts(self.state.num_drafts.numpy()[plan.slots])
             num_drafted = plan.num_draft_tokens
         if self.states:
