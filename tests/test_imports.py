@@ -448,3 +448,14 @@ def test_what_really_gets_loaded(rooms: tuple[str, ...], absent: set[str]) -> No
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.strip() == "[]"
+
+
+def test_a_server_elsewhere_loads_no_screen() -> None:
+    script = (
+        "import sys\nfrom termgen.commands.remote_command import RemoteHolder, RemoteTarget\n"
+        "RemoteHolder(RemoteTarget('http://127.0.0.1:9'))\n"
+        "print(sorted({'textual', 'torch'} & sys.modules.keys()))"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.strip() == "[]"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from changed import affected_tests, changed_files
+from file_order import REAL_MODEL, REAL_MODEL_FILES, longest, scope_of, seconds_by_scope
 from lanes import LIST, SLOW_S, Measuring, function_of, slow_functions
 
 TESTS = Path(__file__).parent
@@ -54,6 +55,34 @@ def test_listed_tests_are_not_in_it() -> None:
     collected = {function_of(line) for line in done.stdout.splitlines() if "::" in line}
     of_folder = {name for name in slow_functions() if name.startswith("engine/schedule/")}
     assert of_folder and collected and not collected & of_folder
+
+
+def test_the_longest_file_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "slow.txt"
+    path.write_text(
+        "a/test_x.py::one 3.0\na/test_x.py::two 3.0\nb/test_x.py::one 5.0\n"
+        "c/test_int8.py::one 4.0\ntest_parity.py::one 4.0\n"
+    )
+    monkeypatch.setattr("lanes.LIST", path)
+    files = [
+        "q/test_r.py",
+        "b/test_x.py",
+        "a/test_x.py",
+        "c/test_int8.py",
+        "test_parity.py",
+        "z.py",
+    ]
+    waiting = list(dict.fromkeys(scope_of(f"tests/{file}") for file in files))
+    order = []
+    while waiting:
+        order.append(longest(waiting, seconds_by_scope()))
+        waiting.remove(order[-1])
+    others = [f"tests/{file}" for file in ("a/test_x.py", "b/test_x.py", "q/test_r.py", "z.py")]
+    assert order == [REAL_MODEL, *others]
+
+
+def test_files_of_the_real_model_exist() -> None:
+    assert set(REAL_MODEL_FILES) <= {path.stem for path in TESTS.rglob("test_*.py")}
 
 
 def report(name: str, when: str, seconds: float, outcome: str = "passed") -> pytest.TestReport:

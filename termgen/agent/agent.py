@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import acp
+from acp.agent.connection import AgentSideConnection
 from acp.helpers import update_available_commands
 from acp.schema import (
     AgentCapabilities,
@@ -367,11 +367,14 @@ def _show_options(session: AgentSession, options: Options | None) -> None:
         )
 
 
-async def serve(agent: TermgenAgent, reading: int, writing: int) -> int | None:
-    """Answer the client until its end of the input, or a signal, whose number is returned."""
+async def serve(
+    agent: TermgenAgent, reading: int, writing: int, signals: Sequence[int]
+) -> int | None:
+    """Answer the client until its end of the input, or one of the signals, whose number is
+    returned. The descriptors are taken over."""
     transport = StdioTransport(reading, writing, fault_of_servers)
-    connection = acp.AgentSideConnection(
-        agent, transport, listening=False, use_unstable_protocol=True
+    connection = AgentSideConnection(
+        cast(acp.Agent, agent), transport, listening=False, use_unstable_protocol=True
     )
     ended_by: list[int] = []
 
@@ -381,7 +384,7 @@ async def serve(agent: TermgenAgent, reading: int, writing: int) -> int | None:
 
     loop = asyncio.get_running_loop()
     with suppress(NotImplementedError):  # Windows
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in signals:
             loop.add_signal_handler(number, end, number)
     try:
         await connection.listen()

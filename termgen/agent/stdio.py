@@ -139,6 +139,7 @@ class StdioTransport:
                 self._is_broken = True
                 self._call(self._inbox.put_nowait, None)
             self._call(_set, written, not self._is_broken)
+        os.close(descriptor)
 
     def _call(self, function: Any, *arguments: Any) -> None:
         try:

@@ -10,7 +10,9 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,11 +57,20 @@ def take_streams() -> Streams:
     return streams
 
 
-def run_acp(args: argparse.Namespace, layers: SettingLayers) -> int:
-    """Answer the client until it closes standard input."""
-    if sys.stdin.isatty():
-        print(f"termgen: {TERMINAL_WORDS}", file=sys.stderr)
-    streams = take_streams()
+@dataclass(frozen=True, slots=True)
+class AgentSetup:
+    """What an agent works with, as the settings say."""
+
+    source: EngineSource
+    ui: UIConfig
+    given: dict[str, Any]
+    """Settings of the command line, which override those of a chat that is loaded."""
+    servers: tuple[McpServer, ...]
+    """Those of the config file."""
+
+
+def read_setup(args: argparse.Namespace, layers: SettingLayers) -> AgentSetup:
+    """Check the settings; nothing is started yet. Raises `ConfigError`."""
     config = layers.resolve(EngineConfig, capture_in_background=True)
     ui = layers.resolve(UIConfig)
     if args.url is None and args.api_key is not None:
@@ -70,21 +81,39 @@ def run_acp(args: argparse.Namespace, layers: SettingLayers) -> int:
         import acp  # noqa: F401
     except ImportError:
         raise ConfigError(NO_PACKAGE) from None
-    logging.basicConfig(level=logging.WARNING, format="termgen: %(message)s", stream=sys.stderr)
     given = {name: getattr(ui, name) for name in CHAT_ONLY if layers.given(name) is not None}
     source = _server(args, layers) if args.url is not None else _own_engine(config)
-    return asyncio.run(_serve(source, streams, ui, given, layers.mcp_servers))
+    return AgentSetup(source, ui, given, layers.mcp_servers)
 
 
-async def _serve(
-    source: EngineSource,
-    streams: Streams,
-    ui: UIConfig,
-    given: dict[str, Any],
-    configured: tuple[McpServer, ...],
-) -> int:
-    import signal
+def run_acp(args: argparse.Namespace, layers: SettingLayers) -> int:
+    """Answer the client until it closes standard input."""
+    if sys.stdin.isatty():
+        print(f"termgen: {TERMINAL_WORDS}", file=sys.stderr)
+    streams = take_streams()
+    setup = read_setup(args, layers)
+    logging.basicConfig(level=logging.WARNING, format="termgen: %(message)s", stream=sys.stderr)
+    return asyncio.run(_answer_and_end(setup, streams))
 
+
+async def _answer_and_end(setup: AgentSetup, streams: Streams) -> int:
+    ended_by = await answer_client(setup, streams, signals=(signal.SIGTERM, signal.SIGINT))
+    code = OK
+    if ended_by is not None:
+        code = TERMINATED if ended_by == signal.SIGTERM else INTERRUPTED
+    if setup.source.is_starting:
+        # its thread is inside torch, and has nothing to save: the end must not wait for it
+        sys.stderr.flush()
+        os._exit(code)
+    await setup.source.stop()
+    return code
+
+
+async def answer_client(
+    setup: AgentSetup, streams: Streams, *, signals: Sequence[int] = ()
+) -> int | None:
+    """Answer the client until it closes its end, or until one of these signals comes, whose number
+    is returned. The engine goes on."""
     from termgen.agent.agent import TermgenAgent, serve
     from termgen.tools.configured import make_toolbox
     from termgen.tui.chat.saved.chat_store import ChatStore, store_path
@@ -92,26 +121,17 @@ async def _serve(
     def toolbox_of(servers: tuple[McpServer, ...], folder: Path) -> Any:
         """The client's servers, and those of the config file that have other names."""
         names = {server.name for server in servers}
-        others = [server for server in configured if server.name not in names]
-        return make_toolbox(ui, [*others, *servers], folder)
+        others = [server for server in setup.servers if server.name not in names]
+        return make_toolbox(setup.ui, [*others, *servers], folder)
 
     agent = TermgenAgent(
-        source,
-        ChatStore(store_path(ui.chat_db)),
-        ui,
-        given=given,
+        setup.source,
+        ChatStore(store_path(setup.ui.chat_db)),
+        setup.ui,
+        given=setup.given,
         make_toolbox=toolbox_of,
     )
-    ended_by = await serve(agent, streams.reading, streams.writing)
-    code = OK
-    if ended_by is not None:
-        code = TERMINATED if ended_by == signal.SIGTERM else INTERRUPTED
-    if source.is_starting:
-        # its thread is inside torch, and has nothing to save: the end must not wait for it
-        sys.stderr.flush()
-        os._exit(code)
-    await source.stop()
-    return code
+    return await serve(agent, streams.reading, streams.writing, signals)
 
 
 def _own_engine(config: EngineConfig) -> EngineSource:

@@ -32,7 +32,7 @@ from termgen.commands.bench_run import (
     tell_sweep,
 )
 from termgen.commands.exit_codes import INTERRUPTED, OK
-from termgen.commands.top_command import read_key
+from termgen.commands.remote_command import read_key
 from termgen.config import UIConfig
 from termgen.errors import EngineError
 from termgen.system.remembered import Remembered

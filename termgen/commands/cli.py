@@ -276,7 +276,7 @@ def top_command(args: argparse.Namespace) -> int:
         for name in ("replay", "record"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"--once has no use for --{name}: leave one out", param=name)
-        from termgen.commands.top_command import read_key
+        from termgen.commands.remote_command import read_key
         from termgen.commands.top_once import run_once
 
         key = read_key(args.admin_key_file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from termgen.commands.launch import end_app
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from termgen.tui.feeds.feed import StreamFeed
 
 KEY_VARIABLE = "OPENAI_API_KEY"
+ADMIN_KEY_VARIABLE = "TERMGEN_ADMIN_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,24 @@ def read_target(
     return RemoteTarget(url, key, layers.given("model"), wait_s)
 
 
+def read_key(path: str | None) -> str | None:
+    """The admin key from the file's first line, or from the environment; None without either."""
+    if path is None:
+        return os.environ.get(ADMIN_KEY_VARIABLE, "").split(",")[0].strip() or None
+    try:
+        lines = Path(path).read_text("utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--admin-key-file {path}: {error}", param="admin_key_file") from error
+    if not lines:
+        raise ConfigError(f"--admin-key-file {path} is empty", param="admin_key_file")
+    return lines[0]
+
+
 class RemoteHolder:
     """The client of one chat, with the start and stop functions that screens take."""
 
     def __init__(self, target: RemoteTarget, *, given: Collection[str] | None = None) -> None:
         """given: sampling parameters to send, the server has its own for the others; None: all."""
-        from termgen.commands.top_command import read_key
         from termgen.remote.models import normal_url
 
         normal_url(target.url)  # report a bad URL on the plain terminal

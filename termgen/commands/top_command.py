@@ -11,6 +11,7 @@ from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from termgen.commands.exit_codes import OK
+from termgen.commands.remote_command import read_key
 from termgen.config import UIConfig, is_loopback
 from termgen.errors import ConfigError
 from termgen.system.remembered import Remembered
@@ -19,8 +20,6 @@ from termgen.tui.feed_app import FleetApp, TopApp
 from termgen.tui.feeds.attach import DEFAULT_URL, RemoteFeed
 from termgen.tui.feeds.feed import StreamFeed
 from termgen.tui.feeds.replay import ReplayFeed
-
-KEY_VARIABLE = "TERMGEN_ADMIN_KEY"
 
 NICENESS = 10
 """On a busy core this leaves a tenth of its time, enough to respond to keys."""
@@ -114,19 +113,6 @@ def run_replay(path: Path, ui: UIConfig) -> int:
     app = TopApp(start, ui=ui, remembered=Remembered.of_user())
     app.run()
     return app.return_code or OK
-
-
-def read_key(path: str | None) -> str | None:
-    """The key from the file's first line, or from the environment; None without either."""
-    if path is None:
-        return os.environ.get(KEY_VARIABLE, "").split(",")[0].strip() or None
-    try:
-        lines = Path(path).read_text("utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--admin-key-file {path}: {error}", param="admin_key_file") from error
-    if not lines:
-        raise ConfigError(f"--admin-key-file {path} is empty", param="admin_key_file")
-    return lines[0]
 
 
 def _open_recording(path: str) -> BinaryIO:

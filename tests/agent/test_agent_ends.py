@@ -25,6 +25,7 @@ from acp_harness import (  # noqa: E402
     agent_process,
     engine_of,
     is_alive,
+    local_agent,
     raw_agent,
 )
 from fake_engine import FakeEngine  # noqa: E402
@@ -57,7 +58,7 @@ async def asking(
 ) -> AsyncGenerator[tuple[Agent, str, asyncio.Task], None]:  # type: ignore[type-arg]
     async with (
         serving(engine) as server,
-        agent_process(folder, "--url", server.url, client=client) as agent,
+        local_agent(folder, "--url", server.url, client=client) as agent,
     ):
         session = await agent.session(*servers)
         yield agent, session, asyncio.create_task(agent.ask(session, "go"))
@@ -165,7 +166,12 @@ async def test_no_server_is_left(tmp_path: Path, way: str) -> None:
     pytest.importorskip("mcp")
     engine = engine_of(PROCESS, SLOW)
     client = AcpClient(ONCE, ONCE)
-    async with asking(tmp_path, engine, client, SERVER) as (agent, session, asked):
+    async with (
+        serving(engine) as target,
+        agent_process(tmp_path, "--url", target.url, client=client) as agent,
+    ):
+        session = await agent.session(SERVER)
+        asked = asyncio.create_task(agent.ask(session, "go"))
         pid = await pid_of_server(agent, session)
         await client.until(
             lambda: len(client.story(session)) == 2 and "in_pro" in client.story(session)[1]

@@ -16,7 +16,14 @@ import pytest
 
 acp = pytest.importorskip("acp")
 
-from acp_harness import NOISY, RawAgent, engine_of, environment, raw_agent  # noqa: E402
+from acp_harness import (  # noqa: E402
+    NOISY,
+    RawAgent,
+    engine_of,
+    environment,
+    local_raw_agent,
+    raw_agent,
+)
 from fake_engine import FakeEngine  # noqa: E402
 from server_harness import serving  # noqa: E402
 
@@ -69,7 +76,7 @@ async def test_lines_that_are_no_messages(tmp_path: Path) -> None:
 async def test_a_line_that_is_too_long_is_skipped(tmp_path: Path) -> None:
     async with (
         serving(engine_of()) as server,
-        raw_agent(tmp_path, "--url", server.url) as agent,
+        local_raw_agent(tmp_path, "--url", server.url) as agent,
     ):
         await agent.send(b" " * (51 << 20))
         assert "over 50 MiB" in (await agent.answer(None))["error"]["message"]
@@ -83,7 +90,7 @@ async def test_parameters_that_cannot_be_used(tmp_path: Path) -> None:
     engine = engine_of("Hello.")
     async with (
         serving(engine) as server,
-        raw_agent(tmp_path, "--url", server.url) as agent,
+        local_raw_agent(tmp_path, "--url", server.url) as agent,
     ):
         session = await opened(agent, tmp_path)
 
@@ -254,7 +261,7 @@ async def test_requests_of_any_shape_are_answered(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with (
         serving(engine) as target,
-        raw_agent(tmp_path, "--url", target.url) as agent,
+        local_raw_agent(tmp_path, "--url", target.url) as agent,
     ):
         session = await opened(agent, tmp_path)
         folder = {"cwd": str(tmp_path), "mcpServers": [server]}

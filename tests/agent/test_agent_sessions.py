@@ -21,6 +21,7 @@ from acp_harness import (  # noqa: E402
     Agent,
     agent_process,
     engine_of,
+    local_agent,
 )
 from fake_script import Script  # noqa: E402
 from server_harness import serving  # noqa: E402
@@ -45,13 +46,13 @@ STORY = [
 
 
 async def written(folder: Path) -> str:
-    """The id of a chat with a tool, thoughts and a file, that a process has kept."""
+    """The id of a chat with a tool, thoughts and a file, that an agent has kept."""
     (folder / "note.txt").write_text("hi")
     engine = engine_of(f"<think>Which?</think>I look.\n{READ}", "It says hi.", "No.")
     client = AcpClient(ONCE)
     async with (
         serving(engine) as server,
-        agent_process(folder, "--url", server.url, "--tools", "files", client=client) as agent,
+        local_agent(folder, "--url", server.url, "--tools", "files", client=client) as agent,
     ):
         session = await agent.session()
         shown = acp.embedded_text_resource((folder / "shown.txt").as_uri(), "shown")
@@ -96,7 +97,7 @@ async def test_an_open_session_may_be_loaded_again(tmp_path: Path) -> None:
     engine = engine_of("One.", Script(pieces=("Two", "."), hold_after=1), "Three.")
     async with (
         serving(engine) as server,
-        agent_process(tmp_path, "--url", server.url) as agent,
+        local_agent(tmp_path, "--url", server.url) as agent,
     ):
         empty = await agent.session()
         await load(agent, empty)  # nothing was said: it is in no file
@@ -124,7 +125,7 @@ async def test_flags_override_what_a_chat_was_held_with(tmp_path: Path) -> None:
     flags = ("--temperature", "0.25", "--top-p", "0.5")
     async with (
         serving(first) as server,
-        agent_process(tmp_path, "--url", server.url, "--system", "Old.", *flags) as agent,
+        local_agent(tmp_path, "--url", server.url, "--system", "Old.", *flags) as agent,
     ):
         session = await agent.session()
         await agent.ask(session, "one")
@@ -132,7 +133,7 @@ async def test_flags_override_what_a_chat_was_held_with(tmp_path: Path) -> None:
     given = ("--system", "New.", "--temperature", "0.75")
     async with (
         serving(second) as server,
-        agent_process(tmp_path, "--url", server.url, *given) as agent,
+        local_agent(tmp_path, "--url", server.url, *given) as agent,
     ):
         await load(agent, session)
         await agent.ask(session, "two")
@@ -146,7 +147,7 @@ async def test_a_chat_of_the_screen_is_listed_for_every_folder(tmp_path: Path) -
     with closing(sqlite3.connect(tmp_path / "chats.sqlite3")) as database, database:
         database.execute("UPDATE sessions SET params = '{}'")  # the screen names no folder
     async with serving(engine_of()) as server:
-        async with agent_process(tmp_path, "--url", server.url) as agent:
+        async with local_agent(tmp_path, "--url", server.url) as agent:
             (listed,) = (await agent.call.list_sessions(cwd="/elsewhere")).sessions
             assert (listed.session_id, listed.cwd) == (session, "/elsewhere")
             with pytest.raises(acp.RequestError, match="cursor"):
@@ -174,7 +175,7 @@ async def test_the_model_of_a_server_is_an_option(tmp_path: Path) -> None:
     engine = engine_of(Script(pieces=("One", "."), hold_after=1), Script(first_delay_s=0.5), "Two.")
     async with (
         serving(engine, served_model_name=("small", "large")) as server,
-        agent_process(tmp_path, "--url", server.url) as agent,
+        local_agent(tmp_path, "--url", server.url) as agent,
     ):
         other = await agent.session()
         answer = await agent.call.new_session(cwd=str(tmp_path), mcp_servers=[])

@@ -1,4 +1,4 @@
-"""`termgen acp` as a process, driven by the protocol's own client: turns, tools, permission."""
+"""`termgen acp`, driven by the protocol's own client: turns, tools, permission."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from acp_harness import (  # noqa: E402
     AcpClient,
     agent_process,
     engine_of,
+    local_agent,
 )
 from fake_script import Script  # noqa: E402
 from server_harness import serving  # noqa: E402
@@ -38,6 +39,7 @@ def messages_of(call: Any) -> list[dict[str, Any]]:
 
 
 async def test_a_turn_with_a_tool_and_its_permission(tmp_path: Path) -> None:
+    """In a process of its own, as an editor starts it."""
     engine = engine_of(
         f"<think>Where?</think>Let me look.\n{LIST}", "There is a note.", LIST, "Still there."
     )
@@ -87,7 +89,7 @@ async def test_a_rejected_call_is_reported_to_the_model(tmp_path: Path) -> None:
     client = AcpClient(REJECT)
     async with (
         serving(engine) as server,
-        agent_process(tmp_path, "--url", server.url, "--tools", "files", client=client) as agent,
+        local_agent(tmp_path, "--url", server.url, "--tools", "files", client=client) as agent,
     ):
         session = await agent.session()
         assert (await agent.ask(session, "look")).stop_reason == "end_turn"
@@ -108,7 +110,7 @@ async def test_two_sessions_at_once(tmp_path: Path) -> None:
         (tmp_path / name / f"{name}.txt").write_text("")
     async with (
         serving(engine) as server,
-        agent_process(tmp_path, "--url", server.url, "--tools", "files", client=client) as agent,
+        local_agent(tmp_path, "--url", server.url, "--tools", "files", client=client) as agent,
     ):
         first, second = [await agent.session(cwd=tmp_path / name) for name in ("a", "b")]
         await agent.ask(first, "one")
@@ -132,7 +134,7 @@ async def test_blocks_of_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "linked.py").write_text("x = 1\n")
     async with (
         serving(engine) as server,
-        agent_process(tmp_path, "--url", server.url, "--system", "Be brief.") as agent,
+        local_agent(tmp_path, "--url", server.url, "--system", "Be brief.") as agent,
     ):
         session = await agent.session()
         embedded = acp.embedded_text_resource((tmp_path / "b c.txt").as_uri(), "not on a disk")
@@ -170,7 +172,7 @@ async def test_servers_of_the_client(tmp_path: Path) -> None:
     try:
         async with (
             serving(engine) as server,
-            agent_process(tmp_path, "--url", server.url, client=client) as agent,
+            local_agent(tmp_path, "--url", server.url, client=client) as agent,
         ):
             while not port.exists():
                 await asyncio.sleep(0.02)
@@ -207,7 +209,7 @@ async def test_commands_are_answered_without_the_model(tmp_path: Path) -> None:
     engine = engine_of("Hello.", "Again.")
     async with (
         serving(engine) as server,
-        agent_process(tmp_path, "--url", server.url) as agent,
+        local_agent(tmp_path, "--url", server.url) as agent,
     ):
         session = await agent.session()
         (listed,) = agent.client.shown(session, "available_commands_update")
@@ -240,7 +242,7 @@ async def test_a_full_context_says_what_to_do(tmp_path: Path) -> None:
     engine = engine_of("One.", "Two.", "Three.", *["Four."] * 3, max_model_len=100)
     async with (
         serving(engine) as server,
-        agent_process(tmp_path, "--url", server.url) as agent,
+        local_agent(tmp_path, "--url", server.url) as agent,
     ):
         session = await agent.session()
         for question in ("first question", "second question"):
@@ -259,7 +261,7 @@ async def test_a_full_context_says_what_to_do(tmp_path: Path) -> None:
     wide, folder = engine_of("Four.", "Five.", max_model_len=2000), str(tmp_path)
     async with serving(wide) as server:
         for question, num_messages in (("4", len(last) + 2), ("5", 9)):
-            async with agent_process(tmp_path, "--url", server.url) as agent:
+            async with local_agent(tmp_path, "--url", server.url) as agent:
                 await agent.call.load_session(cwd=folder, session_id=session, mcp_servers=[])
                 await agent.ask(session, question)
                 assert len(messages_of(wide.calls[-1])) == num_messages
@@ -272,7 +274,7 @@ async def test_a_chat_may_begin_with_a_policy(tmp_path: Path) -> None:
     policy = ("--context-policy", "ends")
     async with (
         serving(engine) as server,
-        agent_process(tmp_path, "--url", server.url, *policy) as agent,
+        local_agent(tmp_path, "--url", server.url, *policy) as agent,
     ):
         session = await agent.session()
         for number in range(8):
@@ -295,7 +297,7 @@ async def test_an_engine_that_fails_is_an_error_of_the_prompt(tmp_path: Path, af
     engine = engine_of(failing, "Well again.")
     async with (
         serving(engine) as server,
-        agent_process(tmp_path, "--url", server.url) as agent,
+        local_agent(tmp_path, "--url", server.url) as agent,
     ):
         session = await agent.session()
         with pytest.raises(acp.RequestError, match="the step failed"):
@@ -310,7 +312,7 @@ async def test_the_length_limit_is_a_stop_reason(tmp_path: Path) -> None:
     engine = engine_of(Script(pieces=("a ", "b ", "c ", "d")))
     async with (
         serving(engine) as server,
-        agent_process(tmp_path, "--url", server.url, "--max-tokens", "2") as agent,
+        local_agent(tmp_path, "--url", server.url, "--max-tokens", "2") as agent,
     ):
         session = await agent.session()
         assert (await agent.ask(session, "count")).stop_reason == "max_tokens"

@@ -1,13 +1,17 @@
-"""A client of the Agent Client Protocol, and `termgen acp` as a process that it drives."""
+"""A client of the Agent Client Protocol, and `termgen acp` that it drives: in the test's process,
+or as one of its own where its end, its signals or its standard streams matter."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
 import os
+import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +22,15 @@ from fake_engine import FakeEngine, make_model_info
 from fake_script import GenerateCall, Script
 from tool_samples import KNOWS_TOOLS
 
+from termgen.commands.acp_command import Streams, answer_client, read_setup
+from termgen.commands.arguments import build_parser
+from termgen.commands.settings import SettingLayers
+
 HARNESS = Path(__file__).parent
 NOISY = (str(HARNESS / "acp_noisy_program.py"),)
 """`program` of an engine that prints."""
 LIMIT_S = 30.0
+MAX_LINE_BYTES = 64 << 20
 ONCE, ALWAYS, REJECT = "allow_once", "allow_always", "reject_once"
 
 
@@ -105,7 +114,6 @@ class Agent:
     client: AcpClient
     call: Any
     """The connection: methods of the protocol."""
-    process: asyncio.subprocess.Process
     folder: Path
 
     async def session(self, *servers: Any, cwd: Path | None = None) -> str:
@@ -121,6 +129,11 @@ class Agent:
         return await asyncio.wait_for(
             self.call.prompt(session_id=session_id, prompt=given), LIMIT_S
         )
+
+
+@dataclass(frozen=True)
+class AgentProcess(Agent):
+    process: asyncio.subprocess.Process
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
@@ -145,9 +158,9 @@ async def agent_process(
     client: AcpClient | None = None,
     program: Sequence[str] = (),
     **env: str,
-) -> AsyncGenerator[Agent, None]:
-    """`termgen acp` with these arguments, initialized. program: another one that is started. env:
-    variables for it."""
+) -> AsyncGenerator[AgentProcess, None]:
+    """A process of `termgen acp` with these arguments, initialized. program: another one that is
+    started. env: variables for it."""
     client = client or AcpClient()
     command = [sys.executable, *(program or ("-m", "termgen")), "acp", *argv]
     log = folder / "stderr.txt"
@@ -160,31 +173,79 @@ async def agent_process(
             transport_kwargs={"stderr": errors.fileno(), "shutdown_timeout": LIMIT_S},
         ) as (connection, process):
             await connection.initialize(protocol_version=1)
-            yield Agent(client, connection, process, folder)
-    words = log.read_text(errors="replace")
+            yield AgentProcess(client, connection, folder, process)
+    check_log(log.read_text(errors="replace"))
+
+
+def check_log(words: str) -> None:
     assert "Traceback" not in words and "Warning" not in words.replace("UserWarning: noise", "")
+
+
+@asynccontextmanager
+async def local_agent(
+    folder: Path, *argv: str, client: AcpClient | None = None
+) -> AsyncGenerator[Agent, None]:
+    """`termgen acp` with these arguments in this process, initialized."""
+    client = client or AcpClient()
+    log = io.StringIO()
+    async with local_streams(folder, *argv, log=log) as (reader, writer):
+        connection = acp.connect_to_agent(client, writer, reader)
+        try:
+            await connection.initialize(protocol_version=1)
+            yield Agent(client, connection, folder)
+        finally:
+            await connection.close()
+    check_log(log.getvalue())
+
+
+@asynccontextmanager
+async def local_streams(
+    folder: Path, *argv: str, log: io.StringIO
+) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter], None]:
+    """What `termgen acp` in this process writes and reads. Everything but the signals, the standard
+    streams and the end of a process is as there. log: what it writes to standard error."""
+    ours, theirs = socket.socketpair()
+    args = build_parser().parse_args(["acp", *argv])
+    layers = SettingLayers(flags=vars(args), environ=environment(folder), config_file=None)
+    setup = read_setup(args, layers)
+    streams = Streams(os.dup(theirs.fileno()), theirs.detach())
+    handler = logging.StreamHandler(log)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger().addHandler(handler)
+    try:
+        with redirect_stderr(log):
+            answering = asyncio.create_task(answer_client(setup, streams))
+            reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+            try:
+                yield reader, writer
+            finally:
+                writer.close()
+                assert await asyncio.wait_for(answering, LIMIT_S) is None
+                await setup.source.stop()
+                assert not setup.source.is_starting
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 class RawAgent:
     """`termgen acp` whose lines are written by hand."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
         self.lines: list[dict[str, Any]] = []
         """All that came."""
 
     async def send(self, *lines: Any) -> None:
         """Write lines: bytes as they are, other values as JSON."""
-        assert self.process.stdin is not None
         for line in lines:
             data = line if isinstance(line, bytes) else json.dumps(line).encode()
-            self.process.stdin.write(data + b"\n")
-        await self.process.stdin.drain()
+            self._writer.write(data + b"\n")
+        await self._writer.drain()
 
     async def read(self) -> dict[str, Any]:
         """The next line, which must be a message."""
-        assert self.process.stdout is not None
-        line = await asyncio.wait_for(self.process.stdout.readline(), LIMIT_S)
+        line = await asyncio.wait_for(self._reader.readline(), LIMIT_S)
         message: dict[str, Any] = json.loads(line)
         assert message["jsonrpc"] == "2.0"
         self.lines.append(message)
@@ -202,10 +263,25 @@ class RawAgent:
         return await self.answer(message_id)
 
 
+class RawProcess(RawAgent):
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None and process.stdin is not None
+        super().__init__(process.stdout, process.stdin)
+        self.process = process
+
+
+@asynccontextmanager
+async def local_raw_agent(folder: Path, *argv: str) -> AsyncGenerator[RawAgent, None]:
+    """An agent in this process."""
+    async with local_streams(folder, *argv, log=io.StringIO()) as (reader, writer):
+        yield RawAgent(reader, writer)
+
+
 @asynccontextmanager
 async def raw_agent(
     folder: Path, *argv: str, program: Sequence[str] = (), **env: str
-) -> AsyncGenerator[RawAgent, None]:
+) -> AsyncGenerator[RawProcess, None]:
+    """A process."""
     command = [sys.executable, *(program or ("-m", "termgen")), "acp", *argv]
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -214,10 +290,10 @@ async def raw_agent(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        limit=64 << 20,
+        limit=MAX_LINE_BYTES,
     )
     try:
-        yield RawAgent(process)
+        yield RawProcess(process)
     finally:
         if process.returncode is None:
             process.kill()

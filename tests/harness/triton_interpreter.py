@@ -12,7 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+
+HALVES = ("fp16", "bf16")
+"""Types whose quotients are computed in another."""
+MAX_CONSTANTS = 20_000
 
 
 def prepare() -> None:
@@ -25,8 +30,10 @@ def prepare() -> None:
     _mend_index(interpreter)
     _mend_fp8(interpreter)
     _patch_once_a_launch(interpreter)
+    _call_builtins_at_once(interpreter)
     _leave_out_unread_checks(interpreter)
     _look_types_up(interpreter)
+    _check_types_once(interpreter)
 
 
 def _mend_index(interpreter: Any) -> None:
@@ -93,6 +100,20 @@ def _patch_once_a_launch(interpreter: Any) -> None:
     interpreter._patch_lang = patch_lang
 
 
+def _call_builtins_at_once(interpreter: Any) -> None:
+    """It filters the keywords of each call."""
+    semantic = interpreter.interpreter_semantic
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
+
+
 def _leave_out_unread_checks(interpreter: Any) -> None:
     """Without `debug` it still works out whether each sum and product overflows; nothing reads
     that."""
@@ -121,18 +142,22 @@ def _look_types_up(interpreter: Any) -> None:
         if key not in types:
             make_type(self, element_ty, shape)
             of_tensors = (tl.tuple([tl.constexpr(s) for s in sizes]), tl.constexpr(self.numel))
-            types[key] = {**vars(self), "of_tensors": of_tensors}
+            types[key] = {**vars(self), "of_tensors": of_tensors, "key": key}
         vars(self).update(types[key], element_ty=element_ty)
 
     make_tensor = tl.tensor.__init__
+    of_scalars = (tl.tuple([]), tl.constexpr(1))
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         of_tensors = getattr(type, "of_tensors", None)
-        if of_tensors is None:
-            make_tensor(self, handle, type)
-        else:
+        if of_tensors is not None:
             self.handle, self.type, self.dtype = handle, type, type.element_ty
             self.shape, self.numel = of_tensors
+        elif not type.is_block():
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = of_scalars
+        else:
+            make_tensor(self, handle, type)
 
     interpreter._get_np_dtype = look_np_dtype_up
     tl.block_type.__init__ = init_type
@@ -145,8 +170,61 @@ def _compare_shapes_at_once(semantic: Any) -> None:
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
-        if left.is_block() and right.is_block() and left.shape.values == right.shape.values:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        if left.is_block() and right.is_block():
+            is_same = left.shape.values == right.shape.values
+        else:
+            is_same = left.is_block() == right.is_block()
+        return (lhs, rhs) if is_same else broadcast(self, lhs, rhs)
 
     semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _check_types_once(interpreter: Any) -> None:
+    """It finds the types that an operation needs anew for operands that have them, and makes the
+    same constants again and again."""
+    import triton.language as tl
+
+    semantic = type(interpreter.interpreter_semantic)
+    check, check_bits = (
+        semantic.binary_op_type_checking_impl,
+        semantic.bitwise_op_type_checking_impl,
+    )
+    constants: dict[tuple[object, ...], Any] = {}
+
+    def binary_op_type_checking_impl(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        flags = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if not isinstance(lhs, tl.tensor):
+            return check(self, lhs, rhs, *flags)
+        dtype = lhs.dtype
+        if isinstance(rhs, tl.tensor):
+            is_kept = dtype.name == rhs.dtype.name and not dtype.is_ptr()
+            if is_kept and not (div_or_mod and dtype.name in HALVES):
+                return self.broadcast_impl_value(lhs, rhs)
+            return check(self, lhs, rhs, *flags)
+        key = (getattr(lhs.type, "key", dtype.name), type(rhs), rhs, flags)
+        if key in constants:
+            data, dtype, of_type = constants[key]
+            return lhs, self.tensor(interpreter.TensorHandle(data, dtype), of_type)
+        left, right = check(self, lhs, rhs, *flags)
+        if left is lhs and len(constants) < MAX_CONSTANTS:
+            handle = right.handle  # a number and a shape, which nothing can write into
+            data = np.broadcast_to(handle.data.reshape(-1)[0], handle.data.shape)
+            constants[key] = (data, handle.dtype, right.type)
+        return left, right
+
+    def bitwise_op_type_checking_impl(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = self.binary_op_type_checking_impl(lhs, rhs)
+        if left.dtype.name == right.dtype.name and left.dtype.is_int():
+            return left, right
+        return check_bits(self, lhs, rhs)
+
+    semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+    semantic.bitwise_op_type_checking_impl = bitwise_op_type_checking_impl

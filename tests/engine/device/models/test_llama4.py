@@ -58,7 +58,8 @@ def engine(folder: Path) -> Iterator[SyncEngine]:
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
-    usual = {"dtype": "float32", "device": "cpu", "block_size": SIZE, "kv_cache_gib": 0.008}
+    # Room for all blocks of a test, and few enough for `check_scheduler`, which walks them.
+    usual = {"dtype": "float32", "device": "cpu", "block_size": SIZE, "kv_cache_gib": 0.002}
     return EngineConfig(model=str(folder), skip_tokenizer_init=True, **{**usual, **options})
 
 
