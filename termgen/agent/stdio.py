@@ -22,6 +22,9 @@ MAX_WAITING = 64
 """Messages that are read ahead."""
 GRACE_S = 0.1
 """Time at the end of the input for answers to what came right before it."""
+META = "_meta"
+"""Field of a request for anything: the package would pass what it holds as parameters, those of the
+request among them. Nothing here reads it."""
 OPTIONAL = "$/"
 """Beginning of notifications that may be left alone, by the protocol: none is known here."""
 PARSE_ERROR = -32700
@@ -171,6 +174,9 @@ def read_message(line: bytes) -> Message | BadLine:
         return BadLine(INVALID_REQUEST, "method must be a string", message_id)
     if not isinstance(message.get("error"), (dict, type(None))):
         return BadLine(INVALID_REQUEST, "error must be an object")
+    params = message.get("params")
+    if method is not None and isinstance(params, dict):
+        params.pop(META, None)
     return message
 
 

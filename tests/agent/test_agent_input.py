@@ -241,6 +241,21 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr.decode()) == (2, b"", line)
 
 
+async def test_what_a_client_notes_for_itself_changes_no_parameter(tmp_path: Path) -> None:
+    async with (
+        serving(engine_of("Hello.")) as server,
+        local_raw_agent(tmp_path, "--url", server.url) as agent,
+    ):
+        session = await opened(agent, tmp_path)
+        notes = {"self": 1, "session_id": "another", "prompt": [], "cwd": "nowhere"}
+        answer = await agent.request(
+            "session/prompt", 3, sessionId=session, prompt=PROMPT, _meta=notes
+        )
+        assert answer["result"]["stopReason"] == "end_turn"
+        answer = await agent.request("session/close", 4, sessionId=session, _meta=notes)
+        assert "error" not in answer
+
+
 def mangled(value: Any, rng: random.Random) -> Any:
     """The value with something in it that is not what it was."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
