@@ -3,7 +3,7 @@
     python docs/make_recording.py                 # docs/images/first-steps.cast and .svg
     python docs/make_recording.py --svg-only      # the .svg again, from the .cast
 
-Keys are typed into a real terminal in which the real program runs with the default model; the
+Keys are typed into a real terminal, where the real program runs with the default model; the
 screens are what it wrote. Only time is changed, as `SHORTENED` says, and the recording's own home
 folder is `~`. The .cast is asciinema's format, version 2. Needs the packages of the extra `test`.
 """

@@ -1,4 +1,4 @@
-"""The plan of a step in which every running row decodes, made by whole columns.
+"""The plan of a decode step, which has a token of every running row, made by whole columns.
 
 A fast path: skip it on a first reading. It gives the plan and the bookkeeping of the general path
 (a test compares them step by step). One check of all rows also gives the number of steps that it is

@@ -22,6 +22,8 @@ def places_for_drafts(table: SlotTable, rows: IntArray, most: int, budget: int) 
     """[num_rows] drafts that each of these running rows may compute in a step: `most`, where it has
     generated a token and computes no more than its newest, as far as its limit and the step's
     budget allow."""
+    if not most:
+        return np.zeros_like(rows)
     num_tokens, num_pending, limit, _, num_computed, _ = table.facts.take(rows, axis=1)
     known = num_tokens + num_pending
     most = min(most, (budget - len(rows)) // max(1, len(rows)))

@@ -229,7 +229,7 @@ class Scheduler:
         if states is not None:
             num_new = states.cut(running, table.num_computed[running], num_new)
         budget = self.config.max_num_batched_tokens
-        drafts = self._places_for_drafts(num_new, budget)
+        drafts = places_for_drafts(table, running, self.config.num_speculative_tokens, budget)
         newcomers = self._share_among_prompts(num_new, budget - int(drafts.sum()), may_admit)
         ends = np.cumsum(num_new + drafts)
         if len(ends) and ends[-1] > budget:
@@ -257,22 +257,10 @@ class Scheduler:
         if not len(slots):
             self.constraints.rest()
             return None
+        counts, released = counts.astype(np.int32), tuple(self._released)
         return builder.build(
-            self._next_step,
-            table,
-            slots=slots,
-            counts=counts.astype(np.int32),
-            drafts=drafts.astype(np.int32),
-            released=tuple(self._released),
+            self._next_step, table, slots=slots, counts=counts, drafts=drafts, released=released
         )
-
-    def _places_for_drafts(self, num_new: IntArray, budget: int) -> IntArray:
-        """[num_running] drafts of the rows that compute a token of their answer."""
-        most, drafts = self.config.num_speculative_tokens, np.zeros_like(num_new)
-        if most:
-            drafts += places_for_drafts(self.slots, self.slots.running, most, budget)
-            drafts *= num_new == 1
-        return drafts
 
     def _share_among_prompts(
         self, num_new: IntArray, budget: int, may_admit: bool
@@ -557,23 +545,20 @@ class Scheduler:
         self._land(plan.step_id)
         if self._pace is not None:
             self._pace.landed(plan, result)
-        is_whole = plan.step_id >= self._newest_loss and not plan.num_drafts
-        if is_whole and len(result.token_ids) == plan.num_rows:
-            rows = self._all_rows[: plan.num_rows]
-            applied = AppliedStep(plan.slots, plan.epochs, result.token_ids, rows)
-            tokens = result.token_ids
-        else:
-            alive = self.slots.epoch[plan.slots] == plan.epochs
+        slots, epochs, tokens = plan.slots, plan.epochs, result.token_ids
+        rows = self._all_rows[: plan.num_rows]
+        is_whole = plan.step_id >= self._newest_loss and len(tokens) == plan.num_rows
+        if not is_whole or plan.num_drafts:
+            alive = self.slots.epoch[slots] == epochs
             sampled = result.num_sampled > 0
-            is_one_each = np.count_nonzero(sampled) == len(result.token_ids)
+            is_one_each = np.count_nonzero(sampled) == len(tokens)
             assert is_one_each or plan.num_drafts, "no drafts were planned"
             self.stats.wasted_tokens += int(plan.num_tokens[~alive].sum())
             if plan.constrained is not None:
                 self._uncount_late(plan, alive & ~sampled, result.corrupt)
             rows = (alive & sampled).nonzero()[0].astype(np.int32)
-            tokens = result.last_tokens()[rows]
-            applied = AppliedStep(plan.slots[rows], plan.epochs[rows], tokens, rows)
-        slots = applied.slots
+            slots, epochs, tokens = slots[rows], epochs[rows], result.last_tokens()[rows]
+        applied = AppliedStep(slots, epochs, tokens, rows)
         if plan.num_drafts:
             kept = kept_tokens(plan, result, rows)
             applied.token_ids, applied.samples, applied.num_tokens = kept[:3]

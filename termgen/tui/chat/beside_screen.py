@@ -36,7 +36,7 @@ from termgen.vocabulary.request import FinishReason
 
 FLUSH_HZ = 15.0
 STOP_GRACE_S = 0.7
-"""Seconds after the last answer's end in which esc is taken as meant for it."""
+"""Seconds after the last answer's end: esc is taken as meant for it until then."""
 
 
 @dataclass(frozen=True)

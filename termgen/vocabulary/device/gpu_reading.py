@@ -21,7 +21,7 @@ class GpuReading(NamedTuple):
     time_ns: int = 0
     """When it was read, by the clock of the engine's events."""
     busy: float | None = None
-    """Share of the last moment in which anything ran at all."""
+    """Share of the last sample period during which a kernel ran."""
     used_bytes: int | None = None
     total_bytes: int | None = None
     power_w: float | None = None

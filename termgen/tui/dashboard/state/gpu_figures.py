@@ -1,6 +1,6 @@
 """Figures made of a GPU's readings: energy for each token, and what holds its clocks back.
 
-The share of time in which the driver saw anything run is left out: it is no evidence of a limit.
+The utilisation that the driver reports is left out: it is no evidence of a limit.
 """
 
 from __future__ import annotations
