@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fake_engine import make_model_info
 from foreign_server import chunk, done, foreign_server, model_list
-from test_tui_remote import ask as ask_remote
-from test_tui_remote import chat_of, remote_app
+from remote_chat import ask as ask_remote
+from remote_chat import chat_of, remote_app
 from textual.widgets import Input, OptionList
 from tui_harness import (
     MODEL,
@@ -474,14 +474,19 @@ PICTURED = (
 )
 
 
+async def opened_for_a_picture(pilot: Any) -> Any:
+    """The picker, opened with f5, without a blinking cursor."""
+    await ready(pilot.app, pilot)
+    for prompt in pilot.app.screen.query(Prompt):
+        prompt.cursor_blink = False
+    await pilot.press("f5")
+    return await opened(pilot.app, pilot)
+
+
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
 def test_the_picker_in_pictures(snap_compare: Any, size: tuple[int, int]) -> None:
     async def open_it(pilot: Any) -> None:
-        await ready(pilot.app, pilot)
-        for prompt in pilot.app.screen.query(Prompt):
-            prompt.cursor_blink = False
-        await pilot.press("f5")
-        screen = await opened(pilot.app, pilot)
+        screen = await opened_for_a_picture(pilot)
         await pilot.press("down")
         await wait_until(pilot, lambda: "best for this machine" in message(screen))
         await pilot.pause()
@@ -492,11 +497,7 @@ def test_the_picker_in_pictures(snap_compare: Any, size: tuple[int, int]) -> Non
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
 def test_the_hub_in_pictures(snap_compare: Any, size: tuple[int, int]) -> None:
     async def open_it(pilot: Any) -> None:
-        await ready(pilot.app, pilot)
-        for prompt in pilot.app.screen.query(Prompt):
-            prompt.cursor_blink = False
-        await pilot.press("f5")
-        screen = await opened(pilot.app, pilot)
+        screen = await opened_for_a_picture(pilot)
         await pilot.press("a", "ctrl+f")
         await wait_until(pilot, lambda: headers(screen) == ["repositories of the hub"])
         await pilot.pause()

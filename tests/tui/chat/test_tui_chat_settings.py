@@ -10,8 +10,8 @@ from chat_harness import shown
 from chat_store_harness import keep, loaded, talk_of
 from fake_engine import Script
 from foreign_server import ForeignServer, chunk, done, foreign_server
-from test_tui_remote import ask as ask_remote
-from test_tui_remote import chat_of, remote_app
+from remote_chat import ask as ask_remote
+from remote_chat import chat_of, remote_app
 from textual.pilot import Pilot
 from textual.widgets import Input
 from tui_harness import (

@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, Script
 from foreign_server import chunk, done, foreign_server
+from remote_chat import ask, chat_of, remote_app
 from server_harness import serving
 from tui_harness import (
     ANSWER,
@@ -20,54 +20,18 @@ from tui_harness import (
     busy_snapshot,
     chat_engine,
     pieces,
-    shipped_themes,
     wait_until,
 )
 
 from termgen.commands import cli
-from termgen.commands.remote_command import RemoteHolder, RemoteTarget
+from termgen.commands.remote_command import RemoteTarget
 from termgen.commands.settings import SettingLayers
-from termgen.config import UIConfig
 from termgen.errors import ConfigError, OverloadedError
-from termgen.tui.app import RemoteApp
-from termgen.tui.chat.chat_screen import ChatScreen
-from termgen.tui.chat.saved.chat_store import ChatStore, Resume
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.paint.spans import row_width
 from termgen.tui.silent import HEADLINE, SilentScreen, silent_rows
 
 SIZE = (100, 30)
-
-
-def remote_app(
-    url: str, *, chats: ChatStore | None = None, resume: Resume | None = None, **target: Any
-) -> RemoteApp:
-    holder = RemoteHolder(RemoteTarget(url, **target))
-    return RemoteApp(
-        holder.start,
-        stop_engine=holder.stop,
-        ui=UIConfig(),
-        models=holder,
-        open_feed=lambda: holder.open_feed(20.0),
-        theme_folders=(shipped_themes(),),
-        chats=chats,
-        resume=resume,
-    )
-
-
-async def chat_of(app: RemoteApp, pilot: Any) -> ChatScreen:
-    await wait_until(pilot, lambda: isinstance(app.screen, ChatScreen))
-    await pilot.pause()
-    assert isinstance(app.screen, ChatScreen)
-    return app.screen
-
-
-async def ask(chat: ChatScreen, pilot: Any, text: str, *, wait: bool = True) -> None:
-    chat.prompt.insert(text)
-    await pilot.press("enter")
-    if wait:
-        await wait_until(pilot, lambda: not chat.is_streaming)
-    await pilot.pause()
 
 
 async def test_a_termgen_server_is_chatted_with_and_watched() -> None:
