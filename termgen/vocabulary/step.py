@@ -174,6 +174,13 @@ class StepPlan(NamedTuple):
         return int(np.add.reduce(self.num_tokens))  # half the time of `sum`
 
 
+def first_samples(num_drafts: IntArray) -> IntArray:
+    """[num_rows] index of each row's first sample, where a row has one more than its drafts."""
+    ends = np.cumsum(1 + num_drafts, dtype=np.int32)
+    firsts: IntArray = ends - (1 + num_drafts)
+    return firsts
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogprobs:
     """Log-probabilities of one step's samples, before any logits processor, natural log.

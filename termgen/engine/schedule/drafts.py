@@ -15,15 +15,13 @@ import numpy.typing as npt
 
 from termgen.engine.schedule.slot_table import SlotTable
 from termgen.vocabulary.request import IntArray
-from termgen.vocabulary.step import StepPlan, StepResult
+from termgen.vocabulary.step import StepPlan, StepResult, first_samples
 
 
 def places_for_drafts(table: SlotTable, rows: IntArray, most: int, budget: int) -> IntArray:
     """[num_rows] drafts that each of these running rows may compute in a step: `most`, where it has
     generated a token and computes no more than its newest, as far as its limit and the step's
     budget allow."""
-    if not most:
-        return np.zeros_like(rows)
     num_tokens, num_pending, limit, _, num_computed, _ = table.facts.take(rows, axis=1)
     known = num_tokens + num_pending
     most = min(most, (budget - len(rows)) // max(1, len(rows)))
@@ -54,7 +52,7 @@ def kept_tokens(plan: StepPlan, result: StepResult, rows: IntArray) -> KeptToken
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = np.cumsum(result.num_sampled) - result.num_sampled
     drafted = plan.num_draft_tokens if result.num_drafted is None else result.num_drafted
-    first = np.arange(plan.num_rows) + np.cumsum(drafted) - drafted
+    first = first_samples(drafted)
     return KeptTokens(
         result.token_ids[np.repeat(begins[rows], counts) + within],
         (np.repeat(first[rows], counts) + within).astype(np.int32),

@@ -229,7 +229,8 @@ class Scheduler:
         if states is not None:
             num_new = states.cut(running, table.num_computed[running], num_new)
         budget = self.config.max_num_batched_tokens
-        drafts = places_for_drafts(table, running, self.config.num_speculative_tokens, budget)
+        most, drafts = self.config.num_speculative_tokens, np.zeros_like(running)
+        drafts = places_for_drafts(table, running, most, budget) if most else drafts
         newcomers = self._share_among_prompts(num_new, budget - int(drafts.sum()), may_admit)
         ends = np.cumsum(num_new + drafts)
         if len(ends) and ends[-1] > budget:

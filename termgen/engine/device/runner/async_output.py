@@ -18,7 +18,13 @@ import torch
 
 from termgen.engine.device.runner.dispatch import Dispatch
 from termgen.vocabulary.request import IntArray
-from termgen.vocabulary.step import CORRUPT_TOKEN, StepLogprobs, StepPlan, StepResult
+from termgen.vocabulary.step import (
+    CORRUPT_TOKEN,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+    first_samples,
+)
 
 REFERENCE_MS = 4096.0
 """Interval after which another event becomes the reference: times between events are float32, which
@@ -132,9 +138,7 @@ def by_row(plan: StepPlan, are: npt.NDArray[np.bool_]) -> IntArray:
     """[num_rows] how many of a row's samples are so."""
     if not plan.num_drafts:
         return are.astype(np.int32)
-    drafts = plan.num_draft_tokens
-    first = np.arange(plan.num_rows) + np.cumsum(drafts) - drafts
-    return np.add.reduceat(are, first, dtype=np.int32)
+    return np.add.reduceat(are, first_samples(plan.num_draft_tokens), dtype=np.int32)
 
 
 class AsyncOutput(RecordedOutput):
