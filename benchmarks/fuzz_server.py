@@ -182,6 +182,7 @@ async def fuzz(server: ServerProcess, args: argparse.Namespace) -> bool:
             "p99_ms_beside": beside["p99"],
             "ratio": ratio,
             "answers": sum(answer.is_whole for answer in answers),
+            "gaps": sum(len(answer.gaps_ms) for answer in answers),
             "broken": num_broken,
         },
     }

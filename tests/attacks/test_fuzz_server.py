@@ -36,7 +36,7 @@ def test_a_live_server_stands_some_hundred_of_them(smollm2_gguf: Path, tmp_path:
     )
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["sent"] == 400 == sum(report["answers"].values())
-    assert report["good_client"]["answers"] > 0
+    assert report["good_client"]["gaps"] >= 10  # an answer may be whole after the fuzzer's end only
 
 
 def test_a_seed_is_one_body_and_all_kinds_come() -> None:

@@ -169,11 +169,13 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
     for case, found in zip(cases, results, strict=True):
         assert not found["late"], (case, found["late"])
         assert found["modes"] == MODES[case["graphs"]]
-        has_experts = any(name in case["folder"] for name in ("moe", "gpt_oss", "llama4"))
+        # pytest numbers folders: the fifth of llama is no llama4.
+        family = Path(case["folder"]).name.rstrip("0123456789")
+        has_experts = any(name in family for name in ("moe", "gpt_oss", "llama4"))
         num_kernels = 18 + 3 * has_experts - (case["graphs"] == "piecewise")
-        num_kernels += "muse" in case["folder"] or "llama4" in case["folder"]
-        num_kernels += "gemma4_moe" in case["folder"]  # the activation of an MLP, too
-        num_kernels += DELTA_KERNELS * ("qwen3_5" in case["folder"])
+        num_kernels += "muse" in family or "llama4" in family
+        num_kernels += "gemma4_moe" in family  # the activation of an MLP, too
+        num_kernels += DELTA_KERNELS * ("qwen3_5" in family)
         assert len(found["kernels"]) == num_kernels, found["kernels"]
         assert found["largest_step"] >= 1024 or case is cases[0]
         assert found["prefix_hit_tokens"]
