@@ -49,6 +49,10 @@ class AttentionMetadata:
     """Upper bound over all rows, as the next one: known to the host without asking the device."""
     max_seq_len: int
     block_size: int
+    positions: torch.Tensor | None = None
+    """[T] int64, in a step whose rows have `max_query_len` tokens each: a row uses as many of them
+    as bring it to its length, and the others repeat its first one. Only for backends that take as
+    many queries."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +123,8 @@ class AttentionShape:
     """Type of queries and results."""
     kv_cache_dtype: torch.dtype
     device: torch.device
+    max_queries: int = 1
+    """Tokens of each row in the largest step with drafts; 1: there is none."""
     needs: frozenset[str] = frozenset()
     """What the layers need of a backend's features."""
 
@@ -134,6 +140,8 @@ class AttentionBackend(Protocol):
 
     name: str
     capabilities: AttentionCapabilities
+    max_queries: int
+    """Most tokens of each row in steps with `AttentionMetadata.positions`; 1: it takes none."""
     kv_cache_order: tuple[int, ...]
     """Memory order of the cache's dimensions, slowest first, blocks ahead of all. See
     `kv_cache_view`."""

@@ -23,6 +23,7 @@ class FlashAttnAttention:
     through the one for ragged queries."""
 
     name = "flash_attn"
+    max_queries = 1
     kv_cache_order = (0, 2, 3, 1, 4)
     """Any order is read as it lies; in this one a head's keys of a block are one long read."""
     capabilities = AttentionCapabilities(

@@ -37,6 +37,7 @@ class FlashInferAttention:
     """
 
     name = "flashinfer"
+    max_queries = 1
     kv_cache_order = (0, 2, 3, 1, 4)
     """FlashInfer's own "HND" layout: it reads the cache as it lies."""
     capabilities = AttentionCapabilities(

@@ -78,6 +78,11 @@ class GroupedAttention:
         """Tensors of the cache: one for each page of a block."""
         return max(group.num_pages for group in self.groups)
 
+    @property
+    def max_queries(self) -> int:
+        """Most tokens of each row in a step that says their positions; see `AttentionBackend`."""
+        return min(backend.max_queries for backend in self._backends)
+
     def group_of(self, layer: int) -> int:
         """The group of a layer with a cache of its own."""
         return self._places[layer][0]

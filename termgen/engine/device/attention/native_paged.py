@@ -24,6 +24,7 @@ class NativeAttention:
     """One-token rows by the kernel; prompts through `TorchReferenceAttention`."""
 
     name = "native"
+    max_queries = 1
     kv_cache_order = (0, 1, 2, 3, 4)
     capabilities = AttentionCapabilities(
         device_types=frozenset({"cpu"}),

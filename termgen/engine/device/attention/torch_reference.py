@@ -48,6 +48,7 @@ class TorchReferenceAttention:
     """AttentionBackend. Keeps the plan of the step it last prepared and nothing else."""
 
     name = "torch_reference"
+    max_queries = 1
     kv_cache_order = (0, 1, 2, 3, 4)
     capabilities = AttentionCapabilities(
         device_types=frozenset({"cpu", "cuda"}),

@@ -1,4 +1,5 @@
-"""Attention by Triton kernels: `paged_decode` for rows of one query, `paged_prefill` for others.
+"""Attention by Triton kernels: `paged_decode` for rows of one query, and for rows of a few where
+all have as many, `paged_prefill` for others.
 
 The default on CUDA. Plans made on the device from the lengths, once per step, divide the work, so a
 recorded step stays right for every context length and every mix of prompts.
@@ -52,11 +53,14 @@ class TritonPagedAttention:
         self._shape = shape
         self._block_size = shape.block_size
         self._group = shape.num_heads // shape.num_kv_heads
+        most = decode_plan.most_queries(self._group, shape.head_dim)
+        self.max_queries = shape.max_queries if shape.max_queries <= most else 1
         self._workspace = decode_plan.DecodeWorkspace(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             max_rows=shape.max_num_seqs,
+            max_queries=self.max_queries,
             config=decode_plan.default_config(shape.head_dim, shape.dtype, shape.kv_cache_dtype),
             device=shape.device,
         )
@@ -80,11 +84,14 @@ class TritonPagedAttention:
         self._config = self._prefill_config(1)
         self._tiles = 0
         self._decode_rows = 0
+        self._queries = 1
         self._decode_lens = torch.zeros(0, dtype=torch.int32, device=shape.device)
         self._prepared: torch.Tensor | None = None
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        num_decodes = metadata.num_decodes
+        is_even = metadata.positions is not None
+        num_decodes = metadata.num_rows if is_even else metadata.num_decodes
+        self._queries = metadata.max_query_len if is_even else 1
         self._decode_rows = metadata.num_rows if num_decodes is None else num_decodes
         self._decode_lens = metadata.seq_lens
         if num_decodes is None:
@@ -100,14 +107,16 @@ class TritonPagedAttention:
                     plan,
                     num_rows=self._decode_rows,
                     num_kv_heads=self._shape.num_kv_heads,
+                    num_queries=self._queries,
                     window=window,
                 )
-        self._plan_prefill(metadata)
+        self._tiles = 0
+        if not is_even:
+            self._plan_prefill(metadata)
         self._prepared = metadata.seq_lens  # which the groups of a step share
 
     def _plan_prefill(self, metadata: AttentionMetadata) -> None:
         first_row = metadata.num_decodes or 0
-        self._tiles = 0
         if first_row == metadata.num_rows:
             return
         self._config = self._prefill_config(metadata.max_query_len)
@@ -147,6 +156,8 @@ class TritonPagedAttention:
                 self._decode_plans[form.window],
                 self._workspace,
                 num_rows=self._decode_rows,
+                positions=metadata.positions if self._queries > 1 else None,
+                num_queries=self._queries,
                 scale=form.scale,
                 window=form.window,
                 softcap=form.softcap,

@@ -23,23 +23,45 @@ from termgen.vocabulary.step import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of a step with drafts, row after row: S in all for B rows."""
+    """The samples of a step with drafts, row after row: S in all for B rows. A row's samples lie
+    side by side, in order."""
 
     rows: torch.Tensor  # [S] int64, batch row of each
-    behind: torch.Tensor  # [S] int64, tokens of its row that the step computes behind its place
+    places: torch.Tensor  # [S] int64, index of each among those of its row
     drafts: torch.Tensor  # [B] int64, drafts of each row
     most_drafts: int
+    is_even: bool = False
+    """True if each row has 1 + most_drafts samples, of which those behind its drafts do not count:
+    the layout of a recorded step, as it follows from the number of rows alone."""
 
     @classmethod
     def of_plan(cls, plan: StepPlan, device: torch.device) -> Samples:
-        """The layout that the host expects: a row's samples lie side by side, in order."""
+        """The layout that the host expects: of each row one sample more than it has drafts."""
         drafts = plan.num_draft_tokens.astype(np.int64)
         counts = 1 + drafts
         rows = np.repeat(np.arange(plan.num_rows), counts)
-        behind = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(plan.num_samples)
-        columns = torch.from_numpy(np.concatenate((rows, behind, drafts))).to(device)
+        places = np.arange(plan.num_samples) - np.repeat(np.cumsum(counts) - counts, counts)
+        columns = torch.from_numpy(np.concatenate((rows, places, drafts))).to(device)
         size = plan.num_samples
         return cls(columns[:size], columns[size : 2 * size], columns[2 * size :], int(drafts.max()))
+
+    @classmethod
+    def even(cls, drafts: torch.Tensor, most_drafts: int) -> Samples:
+        """drafts: [B] int64."""
+        samples = torch.arange(len(drafts) * (1 + most_drafts), device=drafts.device)
+        rows = samples // (1 + most_drafts)
+        return cls(rows, samples - rows * (1 + most_drafts), drafts, most_drafts, is_even=True)
+
+    def by_row(self, values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        """[S] -> [B, 1 + most_drafts]. counted: [B, 1 + most_drafts], True for each sample that
+        counts; others have any value."""
+        if self.is_even:
+            return values.view(counted.shape)
+        return values.new_full(counted.shape, -1).masked_scatter_(counted, values)
+
+    def in_line(self, values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        """The other way."""
+        return values.flatten() if self.is_even else values[counted]
 
 
 class CheckedRows(Protocol):
@@ -64,30 +86,28 @@ def count_drafts(
 ) -> None:
     """Count the drafts before each sample's place as tokens of its row: where they are wrong, the
     sample is not kept."""
-    place = samples.drafts[samples.rows] - samples.behind
     ends = state.total_len[slots]
     for i in range(samples.most_drafts):
         where = (ends + i).clamp(max=state.token_ids.shape[1] - 1)
         drafts = state.token_ids[slots, where].long()[:, None]
-        packed.scatter_add_(1, drafts, (place > i).to(packed.dtype)[:, None])
+        packed.scatter_add_(1, drafts, (samples.places > i).to(packed.dtype)[:, None])
 
 
 def keep_drawn(
     state: CheckedRows,
     slots: torch.Tensor,  # [B] int64
-    num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
+    num_tokens: torch.Tensor,  # [B] int64, drafts not among them, not yet in num_computed
     sampled: torch.Tensor,  # [S] int64
     samples: Samples,
     ring: TokenRing | None = None,
     logprobs: LogprobTensors | None = None,
 ) -> torch.Tensor:  # [S] int32
     """`RequestState.append_sampled` of a step with drafts: -1 for a sample that is not kept."""
-    num_rows, width = len(slots), 1 + samples.most_drafts
-    columns = torch.arange(width, device=slots.device)
+    columns = torch.arange(1 + samples.most_drafts, device=slots.device)
     is_sample = columns <= samples.drafts[:, None]  # [B, width]
-    drawn = sampled.new_full((num_rows, width), -1).masked_scatter_(is_sample, sampled)
+    drawn = samples.by_row(sampled, is_sample)
     total = state.total_len[slots]
-    first = state.num_computed[slots] + num_tokens - samples.drafts
+    first = state.num_computed[slots] + num_tokens
     takes = (first >= total) & ~state.finished[slots]
     places = (total[:, None] + columns).clamp_(max=state.token_ids.shape[1] - 1)
     drafts = state.token_ids[slots[:, None], places]
@@ -113,7 +133,7 @@ def keep_drawn(
     state.finished[slots] |= (kept & ends).any(dim=1)
     state.total_len[slots] = total + num_kept
     state.num_computed[slots] = first + (num_kept - 1).clamp(min=0)
-    tokens = torch.where(kept, drawn, -1)[is_sample].to(torch.int32)
+    tokens = samples.in_line(torch.where(kept, drawn, -1), is_sample).to(torch.int32)
     if ring is not None:
-        ring.push(tokens, logprobs)
+        ring.push(tokens, logprobs, samples.drafts)
     return tokens

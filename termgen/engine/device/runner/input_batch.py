@@ -92,7 +92,8 @@ class InputBuffers:
         )
         if plan.num_drafts:
             samples = batch.samples = Samples.of_plan(plan, slots.device)
-            batch.logits_indices = num_tokens.cumsum(0)[samples.rows] - 1 - samples.behind
+            firsts = num_tokens.cumsum(0) - 1 - samples.drafts
+            batch.logits_indices = firsts[samples.rows] + samples.places
         return batch
 
     def prepare_ragged(
@@ -200,6 +201,7 @@ class InputBuffers:
         num_decodes: int | None,
         max_query_len: int,
         max_seq_len: int,
+        positions: torch.Tensor | None = None,
     ) -> tuple[AttentionMetadata, ...]:
         """The metadata of each group, over the buffers as they are filled now."""
         slot_mappings = self.slot_mappings[:, :num_tokens]
@@ -214,6 +216,7 @@ class InputBuffers:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             block_size=self.block_size,
+            positions=positions,
         )
         return by_group(metadata, block_tables, slot_mappings)
 
@@ -246,11 +249,7 @@ class InputBuffers:
         from termgen.engine.device.kernels.rows.step_ends import prepare_decode
 
         num_rows = len(slots)
-        if self._block_tables is None:
-            num_groups, _, width = state.block_tables.shape
-            shape = (num_groups, len(self.seq_lens), width)
-            self._block_tables = torch.zeros(shape, dtype=torch.int32, device=slots.device)
-        block_tables = self._block_tables[:, :num_rows]
+        block_tables = self.tables(state)[:, :num_rows]
         prepare_decode(
             slots,
             num_tokens,
@@ -267,6 +266,14 @@ class InputBuffers:
             block_tables=block_tables,
         )
         return block_tables[:, :, :num_blocks]
+
+    def tables(self, state: RequestState) -> torch.Tensor:
+        """[groups, rows, max_blocks] block ids, for kernels that copy what they need."""
+        if self._block_tables is None:
+            num_groups, _, width = state.block_tables.shape
+            shape = (num_groups, len(self.seq_lens), width)
+            self._block_tables = torch.zeros(shape, dtype=torch.int32, device=state.device)
+        return self._block_tables
 
     def _fill_tokens(
         self,

@@ -449,7 +449,8 @@ class ModelRunner:
         if needs.grammar:
             num_tokens = state.await_masks(slots, num_tokens)
         if samples is not None:
-            at = slots[samples.rows], num_tokens[samples.rows] - samples.behind
+            num_tokens = num_tokens - samples.drafts
+            at = slots[samples.rows], num_tokens[samples.rows] + samples.places
             output = self.sampler(logits.float(), state.sampling_metadata(*at, needs, samples))
             tokens = keep_drawn(
                 state, slots, num_tokens, output.token_ids, samples, ring, output.logprobs

@@ -36,6 +36,8 @@ class TokenRing:
             return made.pin_memory() if is_mapped else made
 
         self.tokens = rows()
+        self.drafts = rows()
+        """[num_steps, size] the drafts that each row of a step with drafts had."""
         columns = 1 + num_logprobs
         self.logprobs = LogprobTensors(rows(columns), rows(columns, dtype=torch.float32), rows())
         """[num_steps, size, 1 + num_logprobs] twice and [num_steps, size]: as many rows and columns
@@ -44,14 +46,23 @@ class TokenRing:
         """The rows of tokens, where the host sees them."""
         if where.type == "cpu":
             self.host = self.tokens.numpy()
+            self.host_drafts = self.drafts.numpy()
             self._host_logprobs = StepLogprobs(*(t.numpy() for t in self.logprobs))
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
         """The row that the next step writes."""
         self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
         """Count of the fused kernel: rows of its launch that are done. 0 between launches."""
 
-    def push(self, tokens: torch.Tensor, logprobs: LogprobTensors | None = None) -> None:
-        """Write the results of a step: tokens [B] int32, and what `gather_logprobs` gives."""
+    def push(
+        self,
+        tokens: torch.Tensor,
+        logprobs: LogprobTensors | None = None,
+        drafts: torch.Tensor | None = None,
+    ) -> None:
+        """Write the results of a step: tokens [S] int32, what `gather_logprobs` gives, and drafts
+        [B] where rows have several samples."""
+        if drafts is not None:
+            self.drafts[:, : len(drafts)].index_copy_(0, self.index, drafts.int()[None])
         if logprobs is not None:
             for rows, values in zip(self.logprobs, logprobs, strict=True):
                 where = rows[(slice(None), *(slice(0, count) for count in values.shape))]

@@ -70,7 +70,8 @@ def random_row(rng: random.Random, slot: int) -> AddedRow:
     )
 
 
-def test_a_step_with_drafts_is_as_many_steps_of_one_token() -> None:
+@pytest.mark.parametrize("is_even", [False, True])
+def test_a_step_with_drafts_is_as_many_steps_of_one_token(is_even: bool) -> None:
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
@@ -99,9 +100,17 @@ def test_a_step_with_drafts_is_as_many_steps_of_one_token() -> None:
                 guess, dtype=torch.int32
             )
         plan = plan_of(slots, counts, drafts)
-        where, num_tokens = torch.tensor(slots), torch.tensor(counts)
-        flat = torch.tensor([token for draws in drawn for token in draws])
+        where = torch.tensor(slots)
+        num_tokens = torch.tensor(counts) - torch.tensor(drafts)
         samples = Samples.of_plan(plan, torch.device("cpu"))
+        most = rng.randint(max(drafts), 6)
+        if is_even:
+            samples = Samples.even(torch.tensor(drafts), most)
+            drawn = [
+                [*draws, *(rng.randrange(VOCAB) for _ in range(1 + most - len(draws)))]
+                for draws in drawn
+            ]
+        flat = torch.tensor([token for draws in drawn for token in draws])
         tokens = keep_drawn(state, where, num_tokens, flat, samples).tolist()
 
         for row, count, num, guess, draws in zip(rows, counts, drafts, guesses, drawn, strict=True):
@@ -114,8 +123,9 @@ def test_a_step_with_drafts_is_as_many_steps_of_one_token() -> None:
                     break
                 if alone.finished[row.slot]:
                     break
-            mine, tokens = tokens[: 1 + num], tokens[1 + num :]
-            assert mine == taken + [-1] * (1 + num - len(taken))
+            width = len(draws)
+            mine, tokens = tokens[:width], tokens[width:]
+            assert mine == taken + [-1] * (width - len(taken))
             num_kept += len(taken) > 1
             num_ended += bool(alone.finished[row.slot]) and len(taken) > 1
             num_corrupt += CORRUPT_TOKEN in taken
@@ -132,8 +142,10 @@ def test_a_step_with_drafts_is_as_many_steps_of_one_token() -> None:
 def test_samples_lie_side_by_side() -> None:
     samples = Samples.of_plan(plan_of([4, 1, 2], [1, 4, 3], [0, 3, 1]), torch.device("cpu"))
     assert samples.rows.tolist() == [0, 1, 1, 1, 1, 2, 2]
-    assert samples.behind.tolist() == [0, 3, 2, 1, 0, 1, 0]
+    assert samples.places.tolist() == [0, 0, 1, 2, 3, 0, 1]
     assert samples.drafts.tolist() == [0, 3, 1] and samples.most_drafts == 3
+    even = Samples.even(torch.tensor([0, 2]), 2)
+    assert even.rows.tolist() == [0, 0, 0, 1, 1, 1] and even.places.tolist() == [0, 1, 2] * 2
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ _PLAN_PROGRAMS = 16
 """Entries of the plan that one program of the planning kernel writes."""
 _PLAN_ROWS = 256
 """Least rows a plan is compiled for; above it, the next power of two."""
+_MOST_SUMS = 8192
+"""Float32 sums that a program of the decode kernel may hold in registers."""
 _CANDIDATES = 3
 """Runs tried for keeping to one (row, head): the even share, 1/8 and 1/4 more."""
 
@@ -54,6 +56,11 @@ def default_config(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype) 
     return DecodeConfig(tile=16, num_warps=4, num_stages=num_stages, programs_per_sm=2)
 
 
+def most_queries(group: int, head_dim: int) -> int:
+    """Queries of a row that one program can take, with `group` heads that share keys."""
+    return max(1, _MOST_SUMS // next_power_of_2(head_dim) // group)
+
+
 @triton.jit(
     do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens_ptr", "plan_ptr"]
 )
@@ -65,6 +72,7 @@ def _plan_kernel(
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    QUERIES: tl.constexpr,
     WINDOW: tl.constexpr,
     CANDIDATES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -74,7 +82,7 @@ def _plan_kernel(
     num_keys = tl.load(seq_lens_ptr + rows, mask=rows < num_rows, other=0)
     tiles = (num_keys + TILE - 1) // TILE
     if WINDOW != 0:
-        tiles -= first_key(num_keys - 1, WINDOW) // TILE
+        tiles -= first_key(num_keys - QUERIES, WINDOW) // TILE
     total = tl.sum(tiles, axis=0) * NUM_KV_HEADS
     even = tl.maximum((total + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
 
@@ -125,13 +133,15 @@ class DecodeWorkspace:
         num_kv_heads: int,
         head_dim: int,
         max_rows: int,
+        max_queries: int = 1,
         config: DecodeConfig,
         device: torch.device,
     ) -> None:
         self.config = config
+        self.max_queries = max_queries
         self.max_rows = max_rows
         self.num_programs = num_sms(device) * config.programs_per_sm
-        group_rows = next_power_of_2(num_heads // num_kv_heads)
+        group_rows = next_power_of_2(num_heads // num_kv_heads * max_queries)
         pieces = self.num_programs * 2
         self.partial = torch.empty(
             (pieces, group_rows, next_power_of_2(head_dim)), dtype=torch.float32, device=device
@@ -153,6 +163,7 @@ def plan_decode(
     *,
     num_rows: int,
     num_kv_heads: int,
+    num_queries: int = 1,
     window: Window | None = None,
 ) -> None:
     """Divide the step's tiles among the programs; once per step for all layers of one window."""
@@ -166,6 +177,7 @@ def plan_decode(
         NUM_KV_HEADS=num_kv_heads,
         TILE=config.tile,
         MIN_TILES=config.min_tiles,
+        QUERIES=num_queries,
         WINDOW=window_constant(window),
         CANDIDATES=_CANDIDATES,
         BLOCK_ROWS=max(_PLAN_ROWS, next_power_of_2(num_rows)),

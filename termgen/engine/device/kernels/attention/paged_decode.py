@@ -1,9 +1,9 @@
-"""Attention of rows with one query each over the paged KV cache, split over the keys.
+"""Attention of rows with one query each, or a few, over the paged KV cache, split over the keys.
 
 A plan of `decode_plan` divides the step's tiles of keys among a fixed number of programs by the
 lengths on the device, so one 32k context among short ones costs what its bytes cost and a recorded
 launch is right for every context. The heads that share a key head are the rows of one matrix
-product.
+product, and so are a row's queries, of which each sees the keys up to its own position.
 
     whole (row, head) in one run        written straight to the output
     (row, head) cut between programs    partial sums in a workspace; the last program to arrive adds
@@ -87,6 +87,7 @@ def attend_run(
     begin,
     run,
     seq_len,
+    last_keys,
     scale,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -94,6 +95,7 @@ def attend_run(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     IS_WITHIN_BLOCK: tl.constexpr,
@@ -102,12 +104,18 @@ def attend_run(
     SOFTCAP: tl.constexpr,
 ):
     """`run` tiles of one (row, head) from key `begin`: sums that are not yet divided, [M, D], and
-    of each query the largest score and the sum of the weights, [M]."""
+    of each query the largest score and the sum of the weights, [M]. last_keys: where QUERIES are
+    more than one, [M] the last key that each sees."""
     dims = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, TILE)
     head_base = head_ptr + dims[None, :]
+    if QUERIES == 1:
+        last_keys = seq_len - 1
     if WINDOW != 0:
-        first_seen = first_key(seq_len - 1, WINDOW)
+        first_keys = first_key(last_keys, WINDOW)
+        first_seen = first_keys
+        if QUERIES > 1:
+            first_seen = tl.min(first_keys, axis=0)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
@@ -139,13 +147,22 @@ def attend_run(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOFTCAP > 0:
             scores = capped(scores, SOFTCAP)
-        is_seen = key < seq_len
-        if WINDOW != 0:
-            is_seen = is_seen & (key >= first_seen)
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
+        if QUERIES == 1:
+            is_seen = key < seq_len
+            if WINDOW != 0:
+                is_seen = is_seen & (key >= first_seen)
+            scores = tl.where(is_seen[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            reference = new_top
+        else:
+            is_seen = key[None, :] <= last_keys[:, None]
+            if WINDOW != 0:
+                is_seen = is_seen & (key[None, :] >= first_keys[:, None])
+            scores = tl.where(is_seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            reference = finite_top(new_top)
+        weights = tl.exp2(scores - reference[:, None])
+        shrink = tl.exp2(top - reference)
         total = total * shrink + tl.sum(weights, axis=1)
         v = tl.load(at + V_OFFSET, mask=inside, other=0.0).to(q.dtype)
         acc = acc * shrink[:, None]
@@ -155,9 +172,29 @@ def attend_run(
 
 
 @triton.jit
-def weigh_sinks(sinks_ptr, heads, GROUP: tl.constexpr, top):
+def finite_top(top):
+    """What weights are relative to: 0 for a query that has seen no key of a program's run."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def offsets_of(rows, stride, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Where the rows of a matrix product begin: heads of a group, and those of the next query
+    `stride` further on."""
+    if QUERIES == 1:
+        offsets = rows * HEAD_DIM
+    else:
+        offsets = rows // GROUP * stride + rows % GROUP * HEAD_DIM
+    return offsets
+
+
+@triton.jit
+def weigh_sinks(sinks_ptr, rows, GROUP: tl.constexpr, QUERIES: tl.constexpr, top):
     """What the sinks of a group's heads add to the sums of their weights."""
-    sinks = tl.load(sinks_ptr + heads, mask=heads < GROUP, other=0.0)
+    heads = rows
+    if QUERIES > 1:
+        heads = rows % GROUP
+    sinks = tl.load(sinks_ptr + heads, mask=rows < GROUP * QUERIES, other=0.0)
     return tl.exp2(sinks * _LOG2_E - top)
 
 
@@ -169,7 +206,9 @@ def combine_pieces(
     sinks_ptr,
     first_program,
     last_program,
+    out_stride,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -198,15 +237,19 @@ def combine_pieces(
             cache_modifier=".cg",
         )
         new_top = tl.maximum(top, tl.max(maxima, axis=0))
-        weights = tl.exp2(maxima - new_top[None, :])
-        shrink = tl.exp2(top - new_top)
+        reference = new_top
+        if QUERIES > 1:
+            reference = finite_top(new_top)
+        weights = tl.exp2(maxima - reference[None, :])
+        shrink = tl.exp2(top - reference)
         total = total * shrink + tl.sum(sums * weights, axis=0)
         acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], axis=0)
         top = new_top
     if HAS_SINKS:
-        total += weigh_sinks(sinks_ptr, heads, GROUP, top)
-    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    to = out_ptr + heads[:, None] * HEAD_DIM + dims[None, :]
+        total += weigh_sinks(sinks_ptr, heads, GROUP, QUERIES, top)
+    inside = (heads < GROUP * QUERIES)[:, None] & (dims < HEAD_DIM)[None, :]
+    at_head = offsets_of(heads, out_stride, GROUP, QUERIES, HEAD_DIM)
+    to = out_ptr + at_head[:, None] + dims[None, :]
     tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -239,6 +282,7 @@ def _paged_decode_kernel(
     out_ptr,
     block_table_ptr,
     seq_lens_ptr,
+    positions_ptr,
     plan_ptr,
     partial_ptr,
     softmax_ptr,
@@ -256,6 +300,7 @@ def _paged_decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
@@ -285,15 +330,17 @@ def _paged_decode_kernel(
     per_program = tl.load(plan_ptr + NUM_PROGRAMS * 4)
     heads = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    head_mask = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    head_mask = (heads < GROUP * QUERIES)[:, None] & (dims < HEAD_DIM)[None, :]
     out_dtype = out_ptr.dtype.element_ty
     ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+    q_offsets = offsets_of(heads, q_stride, GROUP, QUERIES, HEAD_DIM)[:, None] + dims[None, :]
+    out_offsets = offsets_of(heads, ROW_SIZE, GROUP, QUERIES, HEAD_DIM)[:, None] + dims[None, :]
     seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
     if USE_PDL:
         if PREFETCH_TILES > 0:
             first = tile
             if WINDOW != 0:
-                first += first_key(seq_len - 1, WINDOW) // TILE
+                first += first_key(seq_len - QUERIES, WINDOW) // TILE
             keys_ahead = tl.minimum(num_tiles, PREFETCH_TILES) * TILE
             ask_for_keys(
                 cache_ptr + kv_head * HEAD_STRIDE,
@@ -311,13 +358,17 @@ def _paged_decode_kernel(
     while done < num_tiles:
         first_tile = 0
         if WINDOW != 0:
-            first_tile = first_key(seq_len - 1, WINDOW) // TILE
+            first_tile = first_key(seq_len - QUERIES, WINDOW) // TILE
         all_tiles = (seq_len + TILE - 1) // TILE - first_tile
         run = tl.minimum(all_tiles - tile, num_tiles - done)
         if run > 0:
-            q_at = q_ptr + row.to(tl.int64) * q_stride + kv_head * (GROUP * HEAD_DIM)
-            q = tl.load(q_at + heads[:, None] * HEAD_DIM + dims[None, :], mask=head_mask, other=0.0)
+            q_at = q_ptr + row.to(tl.int64) * QUERIES * q_stride + kv_head * (GROUP * HEAD_DIM)
+            q = tl.load(q_at + q_offsets, mask=head_mask, other=0.0)
             q = to_product_type(q, CACHE_BITS)
+            last_keys = seq_len - 1
+            if QUERIES > 1:
+                query = tl.minimum(heads // GROUP, QUERIES - 1)
+                last_keys = tl.load(positions_ptr + row * QUERIES + query).to(tl.int32)
             acc, top, total = attend_run(
                 q,
                 cache_ptr + kv_head * HEAD_STRIDE,
@@ -325,17 +376,18 @@ def _paged_decode_kernel(
                 (first_tile + tile) * TILE,
                 run,
                 seq_len,
+                last_keys,
                 scale,
-                BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, BLOCK_SIZE, HEAD_DIM, BLOCK_D, WINDOW, TILE,
-                IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP,
+                BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUERIES,
+                WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP,
             )  # fmt: skip
 
-            out_at = out_ptr + row.to(tl.int64) * ROW_SIZE + kv_head * (GROUP * HEAD_DIM)
+            out_at = out_ptr + row.to(tl.int64) * QUERIES * ROW_SIZE + kv_head * (GROUP * HEAD_DIM)
             if run == all_tiles:
                 if HAS_SINKS:
-                    total += weigh_sinks(sinks_ptr + kv_head * GROUP, heads, GROUP, top)
+                    total += weigh_sinks(sinks_ptr + kv_head * GROUP, heads, GROUP, QUERIES, top)
                 result = (acc / total[:, None]).to(out_dtype)
-                tl.store(out_at + heads[:, None] * HEAD_DIM + dims[None, :], result, mask=head_mask)
+                tl.store(out_at + out_offsets, result, mask=head_mask)
             else:
                 # A run's first piece began in an earlier program (slot 0) or is its last (slot 1).
                 piece = program * 2 + (tile == 0).to(tl.int32)
@@ -360,7 +412,9 @@ def _paged_decode_kernel(
                         sinks_ptr + kv_head * GROUP if HAS_SINKS else None,
                         first_program,
                         last_program,
+                        ROW_SIZE,
                         GROUP=GROUP,
+                        QUERIES=QUERIES,
                         GROUP_ROWS=GROUP_ROWS,
                         HEAD_DIM=HEAD_DIM,
                         BLOCK_D=BLOCK_D,
@@ -374,11 +428,13 @@ def _paged_decode_kernel(
             kv_head = 0
             row += 1
             seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
-    _zero_empty_rows(seq_lens_ptr, out_ptr, program, num_rows, ROW_SIZE, 1024, NUM_PROGRAMS)
+    _zero_empty_rows(
+        seq_lens_ptr, out_ptr, program, num_rows, ROW_SIZE * QUERIES, 1024, NUM_PROGRAMS
+    )
 
 
 def paged_decode(
-    q: torch.Tensor,  # [B, num_heads, head_dim], heads dense
+    q: torch.Tensor,  # [B * Q, num_heads, head_dim], heads dense
     cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
     block_table: torch.Tensor,  # [B, max_blocks] int32
     seq_lens: torch.Tensor,  # [B] int32; a row of length 0 gives zeros
@@ -386,15 +442,20 @@ def paged_decode(
     workspace: DecodeWorkspace,
     *,
     num_rows: int,
+    positions: torch.Tensor | None = None,  # [B * Q] int64
+    num_queries: int = 1,
     scale: float,
     window: Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads] float32
-    out: torch.Tensor,  # [B, num_heads, head_dim], contiguous
+    out: torch.Tensor,  # [B * Q, num_heads, head_dim], contiguous
     pdl: bool = True,
 ) -> torch.Tensor:
     """The queries' keys and values are in the cache already. `plan` was made by `plan_decode` for
-    these lengths, heads and window.
+    these lengths, heads, queries and window.
+
+    num_queries: Q of each row, the workspace's at most. With more than one, a query sees the keys
+    up to its position, which is less than the row's length and at least that less Q.
 
     With `pdl` the kernel reads plan, lengths and block ids before the kernel ahead of it has ended:
     between what writes them and this must lie a launch without early start, as a step's embedding
@@ -405,7 +466,9 @@ def paged_decode(
     assert q.stride()[1:] == (head_dim, 1) and out.is_contiguous(), (q.stride(), out.stride())
     assert block_table.stride(1) == 1
     config, group = workspace.config, num_heads // num_kv_heads
-    group_rows, block_d = next_power_of_2(group), next_power_of_2(head_dim)
+    assert num_queries <= workspace.max_queries, (num_queries, workspace.max_queries)
+    assert (positions is not None) == (num_queries > 1)
+    group_rows, block_d = next_power_of_2(group * num_queries), next_power_of_2(head_dim)
     factor, cap = cap_scale(scale, softcap)
     if num_rows:
         _paged_decode_kernel[(workspace.num_programs,)](
@@ -414,6 +477,7 @@ def paged_decode(
             out,
             block_table,
             seq_lens,
+            positions,
             plan,
             workspace.partial,
             workspace.softmax,
@@ -425,6 +489,7 @@ def paged_decode(
             block_table.stride(0),
             **cache_constants(cache),
             GROUP=group,
+            QUERIES=num_queries,
             GROUP_ROWS=group_rows,
             WINDOW=window_constant(window),
             NUM_PROGRAMS=workspace.num_programs,

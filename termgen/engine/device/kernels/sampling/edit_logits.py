@@ -7,7 +7,8 @@ reads a row from one of the two. A program takes a part of a row: at first all o
 what is known of each by its place in a table; then, a barrier later each, the few ids of lists that
 fall into its part, for which it computes the same again with their bias, or the lowest logit. It is
 recorded in graphs: what a row asks for is device memory, and the programs of a row that asks for
-nothing end at once.
+nothing end at once. Where a slot has several rows, one behind each of its drafts, a row counts the
+drafts before it as the slot's tokens.
 """
 
 from __future__ import annotations
@@ -60,16 +61,37 @@ class EditedSlots(Protocol):
 
 
 @triton.jit
-def is_early(slot, total_len_ptr, min_total_ptr):
-    """True if a row may not stop yet."""
-    return tl.load(total_len_ptr + slot) < tl.load(min_total_ptr + slot)
+def slot_and_place(row, slots_ptr, SAMPLES: tl.constexpr):
+    """The slot of a row of logits, and the drafts before it, with SAMPLES rows of each slot."""
+    if SAMPLES == 1:
+        index, place = row, 0
+    else:
+        index = row // SAMPLES
+        place = row - index * SAMPLES
+    return tl.load(slots_ptr + index), place
 
 
 @triton.jit
-def is_edited(slot, edit_kinds_ptr, total_len_ptr, min_total_ptr):
-    """True if `edit_logits` writes the rows of this slot."""
+def is_early(slot, place, total_len_ptr, min_total_ptr):
+    """True if a row may not stop yet."""
+    return tl.load(total_len_ptr + slot) + place < tl.load(min_total_ptr + slot)
+
+
+@triton.jit
+def is_edited(slot, place, edit_kinds_ptr, total_len_ptr, min_total_ptr):
+    """True if `edit_logits` writes this row of the slot."""
     kinds = tl.load(edit_kinds_ptr + slot)
-    return (kinds != 0) | is_early(slot, total_len_ptr, min_total_ptr)
+    return (kinds != 0) | is_early(slot, place, total_len_ptr, min_total_ptr)
+
+
+@triton.jit
+def _load_counts(packed_ptr, ids, mask, drafts_ptr, num_drafts, SAMPLES: tl.constexpr):
+    """Entries of the table of counts, with the drafts before a row."""
+    packed = tl.load(packed_ptr + ids, mask=mask, other=0)
+    if SAMPLES > 1:
+        for i in range(0, num_drafts):
+            packed += (ids == tl.load(drafts_ptr + i)).to(tl.int32)
+    return packed
 
 
 @triton.jit
@@ -134,16 +156,20 @@ def _edit_kernel(
     MAX_BIASES: tl.constexpr,
     MAX_WORDS: tl.constexpr,
     LENGTH: tl.constexpr,
+    SAMPLES: tl.constexpr,
     BLOCK: tl.constexpr,
     BIASES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
+    slot, place = slot_and_place(row, slots_ptr, SAMPLES)
     kinds = tl.load(edit_kinds_ptr + slot)
-    early = is_early(slot, total_len_ptr, min_total_ptr)
+    early = is_early(slot, place, total_len_ptr, min_total_ptr)
     if (kinds == 0) & (early == 0):
         return
+    total = tl.load(total_len_ptr + slot)
+    drafts_ptr = token_ids_ptr + slot * MAX_TOKENS + total
+    num_drafts = tl.minimum(total + place, MAX_TOKENS) - total
     has_penalties = (kinds & _HAS_PENALTIES) != 0
     repetition = tl.load(repetition_ptr + slot)
     presence = tl.load(presence_ptr + slot)
@@ -172,7 +198,7 @@ def _edit_kernel(
         if is_limited:
             logits = tl.where(_is_allowed(bits_ptr, ids, inside), logits, float("-inf"))
         if has_penalties:
-            packed = tl.load(packed_ptr + ids, mask=inside, other=0)
+            packed = _load_counts(packed_ptr, ids, inside, drafts_ptr, num_drafts, SAMPLES)
             logits = _penalise(logits, packed, repetition, presence, frequency)
         tl.store(out_ptr + ids, logits, mask=inside)
 
@@ -190,15 +216,16 @@ def _edit_kernel(
                 logits = tl.where(_fits(masks_ptr, ids, mine), logits, float("-inf"))
             logits += tl.load(biases_ptr + at, mask=mine, other=0.0)
             if has_penalties:
-                packed = tl.load(packed_ptr + ids, mask=mine, other=0)
+                packed = _load_counts(packed_ptr, ids, mine, drafts_ptr, num_drafts, SAMPLES)
                 logits = _penalise(logits, packed, repetition, presence, frequency)
             tl.store(out_ptr + ids, logits, mask=mine)
     if num_words > 0:
         tl.debug_barrier()  # a forbidden token stays so whatever its bias
         places = tl.arange(0, LENGTH)
         is_last = places == LENGTH - 1
-        positions = tl.load(total_len_ptr + slot) - (LENGTH - 1) + places
+        positions = total + place - (LENGTH - 1) + places
         generated = (positions >= tl.load(prompt_len_ptr + slot)) & (is_last == 0)
+        generated = generated & (positions < MAX_TOKENS)  # drafts may reach beyond the context
         tokens_ptr = token_ids_ptr + slot * MAX_TOKENS + positions
         recent = tl.load(tokens_ptr, mask=generated, other=_NOTHING)
         for start in range(0, num_words, WORDS):
@@ -226,13 +253,17 @@ def _edit_kernel(
 
 
 def edit_logits(
-    logits: torch.Tensor,  # [B, V], rows dense
+    logits: torch.Tensor,  # [B * num_samples, V], rows dense
     slots: torch.Tensor,  # [B] int64
     state: EditedSlots,
-    out: torch.Tensor,  # [at least B, V] float32
+    out: torch.Tensor,  # [at least B * num_samples, V] float32
+    *,
+    num_samples: int = 1,
 ) -> None:
     """Write the rows that are edited to the front of `out`; the others keep what is there. Values
-    are those of the torch sampler bit for bit: products are rounded before they are subtracted."""
+    are those of the torch sampler bit for bit: products are rounded before they are subtracted.
+    num_samples: rows of each slot, one behind its newest token and one behind each of its drafts,
+    which lie behind its tokens."""
     num_rows, vocab_size = logits.shape
     tables = state.edits
     assert logits.stride(1) == 1 and vocab_size == tables.vocab_size, logits.shape
@@ -277,6 +308,7 @@ def edit_logits(
         MAX_BIASES=tables.biases.shape[1],
         MAX_WORDS=tables.bad_words.shape[1],
         LENGTH=tables.bad_words.shape[2],
+        SAMPLES=num_samples,
         BLOCK=_BLOCK,
         BIASES=_BIASES,
         WORDS=_WORDS,

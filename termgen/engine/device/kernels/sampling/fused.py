@@ -58,19 +58,22 @@ class FusedSampler:
 
     def __call__(
         self,
-        logits: torch.Tensor,  # [B, V]
+        logits: torch.Tensor,  # [B * num_samples, V]
         slots: torch.Tensor,  # [B] int64
         num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
         params: SlotParams,
         needs: SamplingNeeds,
         ring: TokenRing | None = None,
+        *,
+        num_samples: int = 1,
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """Tokens [B] int64, CORRUPT_TOKEN for a row whose logits are not numbers. Log-probabilities
-        are written to the ring's next row or, without a ring, returned."""
+        """Tokens [B * num_samples] int64, CORRUPT_TOKEN for a row whose logits are not numbers.
+        Log-probabilities are written to the ring's next row or, without a ring, returned.
+        num_samples: see `edit_logits`."""
         edits = edited = threshold = None
         if not needs.is_plain:
             edits, edited = params, self.edited
-            edit_logits(logits, slots, params, edited)
+            edit_logits(logits, slots, params, edited, num_samples=num_samples)
             threshold = cut_threshold(
                 logits,
                 slots,
@@ -81,6 +84,7 @@ class FusedSampler:
                 min_p=params.min_p,
                 edited=edited,
                 edits=edits,
+                num_samples=num_samples,
             )
         token_ids = sample(
             logits,
@@ -93,11 +97,13 @@ class FusedSampler:
             threshold=threshold,
             edited=edited,
             edits=edits,
+            num_samples=num_samples,
             stream=self._stream,
         )
         if needs.max_logprobs is None:
             return token_ids, None
         if ring is None:
+            assert num_samples == 1, "samples of drafts go to the ring"
             return token_ids, self._gather(
                 logits, slots, token_ids, params.num_logprobs, needs.max_logprobs
             )
@@ -109,6 +115,7 @@ class FusedSampler:
             self._logprobs,
             out=ring.logprobs,
             index=ring.index,
+            num_samples=num_samples,
         )
         return token_ids, None
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from termgen.engine.device.kernels.launch import next_power_of_2
+from termgen.engine.device.kernels.sampling.edit_logits import slot_and_place
 from termgen.engine.device.kernels.sampling.sample import _LARGEST_KEY, sortable_key
 from termgen.engine.device.sampling.logprobs import LogprobTensors
 
@@ -72,6 +73,7 @@ def _logprobs_kernel(
     logits_stride,
     ring_stride,
     VOCAB_SIZE: tl.constexpr,
+    SAMPLES: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -84,7 +86,8 @@ def _logprobs_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     num_parts = tl.num_programs(1)
-    num_likeliest = tl.load(num_logprobs_ptr + tl.load(slots_ptr + row)).to(tl.int32)
+    slot, _ = slot_and_place(row, slots_ptr, SAMPLES)
+    num_likeliest = tl.load(num_logprobs_ptr + slot).to(tl.int32)
     if num_likeliest < 0:
         return
     row_ptr = logits_ptr + row * logits_stride
@@ -170,16 +173,17 @@ class LogprobWorkspace:
 
 
 def gather_logprobs(
-    logits: torch.Tensor,  # [B, V], rows dense
+    logits: torch.Tensor,  # [B * num_samples, V], rows dense
     slots: torch.Tensor,  # [B] int64
-    token_ids: torch.Tensor,  # [B] int64
+    token_ids: torch.Tensor,  # [B * num_samples] int64
     num_logprobs: torch.Tensor,  # [R] int64
     workspace: LogprobWorkspace,
     *,
     out: LogprobTensors,  # [steps, at least B, C] twice, and [steps, at least B]
     index: torch.Tensor | None = None,  # [1] int64
+    num_samples: int = 1,
 ) -> None:
-    """Write the row of `out` that the index names, the first without one: of each batch row, as
+    """Write the row of `out` that the index names, the first without one: of each row of logits, as
     many columns as its slot wants; -1 is nothing at all."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and vocab_size == workspace.vocab_size, logits.shape
@@ -205,6 +209,7 @@ def gather_logprobs(
         logits.stride(0),
         out.ranks.shape[1],
         VOCAB_SIZE=vocab_size,
+        SAMPLES=num_samples,
         COLUMNS=num_columns,
         BLOCK_COLUMNS=next_power_of_2(num_columns),
         BLOCK=_BLOCK,

@@ -20,7 +20,12 @@ import triton
 import triton.language as tl
 
 from termgen.engine.device.kernels.launch import next_power_of_2, num_sms, register_limit
-from termgen.engine.device.kernels.sampling.edit_logits import EditedSlots, is_early, is_edited
+from termgen.engine.device.kernels.sampling.edit_logits import (
+    EditedSlots,
+    is_early,
+    is_edited,
+    slot_and_place,
+)
 from termgen.engine.device.sampling.gumbel import Stream, gumbel_argmax, mark_corrupt
 from termgen.engine.device.sampling.metadata import HAS_EDITS, HAS_GRAMMAR
 from termgen.vocabulary.sampling_params import GREEDY_EPSILON
@@ -128,6 +133,7 @@ def _sample_kernel(
     num_blocks_each,
     VOCAB_SIZE: tl.constexpr,
     STREAM: tl.constexpr,
+    SAMPLES: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
     HAS_EDITED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,15 +142,18 @@ def _sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     num_parts = tl.num_programs(1)
-    slot = tl.load(slots_ptr + row)
-    position = tl.load(num_computed_ptr + slot) + tl.load(counts_ptr + row)
+    slot, place = slot_and_place(row, slots_ptr, SAMPLES)
+    if SAMPLES == 1:
+        position = tl.load(num_computed_ptr + slot) + tl.load(counts_ptr + row)
+    else:
+        position = tl.load(num_computed_ptr + slot) + 1 + place
     temperature = tl.load(temperature_ptr + slot)
     seed = tl.load(seeds_ptr + slot)
     if HAS_THRESHOLD:
         threshold = tl.load(threshold_ptr + row)
     row_ptr = logits_ptr + row * logits_stride
     if HAS_EDITED:
-        edited = is_edited(slot, edit_kinds_ptr, total_len_ptr, min_total_ptr)
+        edited = is_edited(slot, place, edit_kinds_ptr, total_len_ptr, min_total_ptr)
 
     best_key = tl.full([BLOCK], _LOWEST_KEY, tl.int32)
     best_id = tl.zeros([BLOCK], tl.int32)
@@ -184,7 +193,7 @@ def _sample_kernel(
     may_be_empty = False
     if HAS_EDITED:
         may_be_empty = (tl.load(edit_kinds_ptr + slot) & _MAY_HIDE_ALL) != 0
-        may_be_empty |= is_early(slot, total_len_ptr, min_total_ptr)
+        may_be_empty |= is_early(slot, place, total_len_ptr, min_total_ptr)
     best = tl.max((best_key.to(tl.int64) << 32) | (_LARGEST_KEY - best_id), axis=0)
     if num_parts == 1:
         _store_winner(out_ptr + row, row_ptr, best, may_be_empty)
@@ -224,7 +233,7 @@ class SampleWorkspace:
 
 
 def sample(
-    logits: torch.Tensor,  # [B, V], rows dense
+    logits: torch.Tensor,  # [B * num_samples, V], rows dense
     slots: torch.Tensor,  # [B] int64
     num_tokens: torch.Tensor,  # [B] int64, this step's tokens of each row
     workspace: SampleWorkspace,
@@ -232,16 +241,19 @@ def sample(
     num_computed: torch.Tensor,  # [R] int64, before this step's tokens
     temperature: torch.Tensor,  # [R] float32
     seeds: torch.Tensor,  # [R] int64
-    threshold: torch.Tensor | None = None,  # [B] float32, of the logits over their temperature
-    edited: torch.Tensor | None = None,  # [at least B, V] float32
+    threshold: torch.Tensor | None = None,  # by row, float32, of the logits over their temperature
+    edited: torch.Tensor | None = None,  # [at least as many rows, V] float32
     edits: EditedSlots | None = None,
+    num_samples: int = 1,
     stream: Stream = Stream.TARGET,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:  # [B] int64
+) -> torch.Tensor:  # [B * num_samples] int64
     """Parameters are those of a row's slot. A token is drawn for the position after the row's
     last one: num_computed + num_tokens. CORRUPT_TOKEN for a row that holds a NaN or +inf, and for
     one that holds nothing but -inf, unless an edit or a mask of its own may have left it nothing.
-    edited: what `edit_logits` made of the logits by `edits`."""
+    edited: what `edit_logits` made of the logits by `edits`. With several samples of a row, the
+    first is for the position after its first token of this step, and so on; num_tokens is not
+    read."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and vocab_size == workspace.vocab_size, logits.shape
     assert num_rows <= workspace.max_rows, (num_rows, workspace.max_rows)
@@ -271,6 +283,7 @@ def sample(
         num_blocks_each,
         VOCAB_SIZE=vocab_size,
         STREAM=int(stream),
+        SAMPLES=num_samples,
         HAS_THRESHOLD=threshold is not None,
         HAS_EDITED=edits is not None,
         BLOCK=_BLOCK,

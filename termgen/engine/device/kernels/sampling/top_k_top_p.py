@@ -21,7 +21,11 @@ import triton
 import triton.language as tl
 
 from termgen.engine.device.kernels.launch import next_power_of_2
-from termgen.engine.device.kernels.sampling.edit_logits import EditedSlots, is_edited
+from termgen.engine.device.kernels.sampling.edit_logits import (
+    EditedSlots,
+    is_edited,
+    slot_and_place,
+)
 from termgen.engine.device.kernels.sampling.sample import (
     _GREEDY_EPSILON,
     _INF_KEY,
@@ -234,12 +238,13 @@ def _cut_kernel(
     PIECE: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
     CAPACITY: tl.constexpr,
+    SAMPLES: tl.constexpr,
     HAS_EDITED: tl.constexpr,
 ):
     NUM_PIECES: tl.constexpr = (VOCAB_SIZE + PIECE - 1) // PIECE
     MOST_GUESSED: tl.constexpr = (NUM_PIECES * 3 + 3) // 4
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
+    slot, place = slot_and_place(row, slots_ptr, SAMPLES)
     temperature = tl.load(temperature_ptr + slot)
     top_k = tl.load(top_k_ptr + slot)
     top_p = tl.load(top_p_ptr + slot)
@@ -255,7 +260,7 @@ def _cut_kernel(
     own_ptr = edited_ptr + row * VOCAB_SIZE
     edited = False
     if HAS_EDITED:
-        edited = is_edited(slot, edit_kinds_ptr, total_len_ptr, min_total_ptr)
+        edited = is_edited(slot, place, edit_kinds_ptr, total_len_ptr, min_total_ptr)
     _piece_maxima(
         row_ptr, own_ptr, edited, pieces_ptr, temperature, VOCAB_SIZE, TILE, PIECE, HAS_EDITED
     )
@@ -374,7 +379,7 @@ class CutWorkspace:
 
 
 def cut_threshold(
-    logits: torch.Tensor,  # [B, V], rows dense
+    logits: torch.Tensor,  # [B * num_samples, V], rows dense
     slots: torch.Tensor,  # [B] int64
     workspace: CutWorkspace,
     *,
@@ -382,10 +387,11 @@ def cut_threshold(
     top_k: torch.Tensor,  # [R] int32
     top_p: torch.Tensor,  # [R] float32
     min_p: torch.Tensor,  # [R] float32
-    edited: torch.Tensor | None = None,  # [at least B, V] float32
+    edited: torch.Tensor | None = None,  # [at least as many rows, V] float32
     edits: EditedSlots | None = None,
+    num_samples: int = 1,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:  # [B] float32, of the logits over their temperature
+) -> torch.Tensor:  # [B * num_samples] float32, of the logits over their temperature
     """Parameters are those of a row's slot; -inf for a row that asks for no cut or is greedy.
     edited: what `edit_logits` made of the logits by `edits`."""
     num_rows, vocab_size = logits.shape
@@ -415,6 +421,7 @@ def cut_threshold(
             PIECE=workspace.piece,
             BLOCK_PIECES=workspace.pieces.shape[1],
             CAPACITY=workspace.collected.shape[1],
+            SAMPLES=num_samples,
             HAS_EDITED=edits is not None,
             num_warps=16,
         )
