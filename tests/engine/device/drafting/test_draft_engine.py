@@ -17,8 +17,9 @@ from termgen.errors import ConfigError
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
-FAMILIES = ("llama", "gemma3_text", "gemma3n_text", "gpt_oss")
-"""Plain, with windows, with layers that share keys and values, with sinks and experts."""
+FAMILIES = ("llama", "gemma3_text", "gemma3n_text", "gpt_oss", "qwen3_5_text", "qwen3_next")
+"""Plain, with windows, with layers that share keys and values, with sinks and experts, and with
+recurrent layers."""
 NUM_TOKENS, NUM_DRAFTS, VOCAB = 30, 4, 512
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -181,14 +182,6 @@ def test_the_engines_own_guesses_find_text_that_repeats(
     assert_same(run(engine, kinds), expected)
     stats = engine.core.scheduler.stats
     assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens > 10
-
-
-def test_a_model_with_recurrent_states_has_no_drafts(
-    tiny_model_dir: Callable[..., Path], engines: Engines
-) -> None:
-    with pytest.raises(ConfigError, match="recurrent layers") as refused:
-        engines(tiny_model_dir("qwen3_5_text"), speculative_config="ngram")
-    assert refused.value.param == "speculative_config"
 
 
 @pytest.mark.parametrize(
