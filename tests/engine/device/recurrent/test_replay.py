@@ -184,7 +184,7 @@ def test_a_slot_used_again_has_nothing_pending(kind: str, device: str, dtype: to
 
 
 class Rows:
-    """As much of the request state as `take_up` reads."""
+    """The columns of the request state that `take_up` reads."""
 
     def __init__(self, num_rows: int, num_slots: int, device: str) -> None:
         self.total_len = torch.zeros(num_rows, dtype=torch.int64, device=device)
