@@ -35,8 +35,8 @@ class RecurrentMetadata:
     """Rows of one step and the states they continue.
 
     Rows and tokens are in the order of `AttentionMetadata`: rows [0, num_decodes) have exactly one
-    token, later rows one or more. Rows of one step have different slots, but for padded rows, which
-    share the scratch slot and may have no token.
+    token, or drafts behind one, and later rows one or more. Rows of one step have different slots,
+    but for padded rows, which share the scratch slot and may have no token.
     """
 
     query_start_loc: torch.Tensor
