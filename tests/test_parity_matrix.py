@@ -22,6 +22,7 @@ from termgen.client import TokenDelta
 from termgen.config import EngineConfig
 from termgen.engine.loop.startup import EngineParts, build_engine
 from termgen.engine.schedule.invariants import check_scheduler
+from termgen.engine.schedule.state_cache import StateCache
 from termgen.engine.text.output import OutputProcessor
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -111,6 +112,15 @@ class Bench:
                 self.params[name] = replace(self.params[name], stop=(text[middle : middle + 2],))
             self.expected[name] = self.alone(name)
 
+    def make_states(self) -> StateCache | None:
+        """For a model with recurrent layers."""
+        places, rows = self.parts.info.state_places, len(KINDS)
+        if not places:
+            return None
+        return StateCache(
+            block_size=BLOCK_SIZE, max_num_seqs=rows, first_place=rows + 1, num_places=places
+        )
+
     def alone(self, name: str) -> Answer:
         return self.run([name], depth=1)[name]
 
@@ -139,6 +149,7 @@ class Bench:
             eos=min(self.parts.info.eos_token_ids, default=1),
             run_ahead_ms=20.0,
             num_drafts=num_drafts,
+            states=self.make_states(),
         )
         processor = OutputProcessor(self.parts.tokenizer, self.parts.info.eos_token_ids)
         answers = {name: Answer() for name in names}
@@ -180,6 +191,7 @@ def guess_half(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         (text,) = [text for text in texts if text[: len(seen)] == seen] or [seen]
         rest = np.asarray(text[len(seen) :][:NUM_DRAFTS], np.int32)
         rest[1 + len(seen) % 2 :] += 1
+        rest %= bench.parts.info.vocab_size
         return rest, 1
 
     def choose(
@@ -191,7 +203,7 @@ def guess_half(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.drafter._payoff, "choose", choose)
 
 
-MODELS = ["smollm2", pytest.param("random", marks=pytest.mark.gpu)]
+MODELS = ["smollm2", "hybrid", pytest.param("random", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -201,6 +213,8 @@ def bench(
 ) -> Iterator[Bench]:
     if request.param == "smollm2":
         made = Bench(request.getfixturevalue("smollm2_gguf"), most_tokens=12, device="cpu")
+    elif request.param == "hybrid":
+        made = Bench(tiny_model_dir("qwen3_5_text"), most_tokens=24, device="cpu")
     else:
         made = Bench(tiny_model_dir("llama"), most_tokens=40, device="cuda")
     yield made

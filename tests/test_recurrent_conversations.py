@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ TOOLS = 700
 RESULT = 25
 """Tokens of what a tool answers, or a user asks."""
 ANSWER = 20
+NUM_DRAFTS = 4
 GENERATION_PROMPT = [7, 8, 9]
 """What asks for an answer, and is not in the next prompt."""
 
@@ -87,6 +89,41 @@ def test_a_long_conversation_reads_only_what_is_new(engines: Engines) -> None:
     assert cold.num_cached == 0
     assert talk.num_cached >= 0.9 * talk.num_prompt - TOOLS, "the tools are read once"
     print("cached", talk.num_cached / talk.num_prompt)
+
+
+def guess_from(engine: SyncEngine, cold: Talk) -> None:
+    """Have an engine guess what another one said, some tokens rightly."""
+
+    def guess(tokens: np.ndarray) -> tuple[np.ndarray, int]:
+        behind = len(tokens) - len(GENERATION_PROMPT)
+        rest = np.asarray(cold.tokens[behind : behind + NUM_DRAFTS], np.int32)
+        rest[len(tokens) % 4 :] ^= 1
+        return rest, 1
+
+    drafter: Any = engine.core.executor._runner.drafter  # type: ignore[attr-defined]
+    drafter.guess = guess
+    drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_conversation_with_drafts_reads_only_what_is_new(
+    engines: Engines, is_async: bool
+) -> None:
+    drafts = f'{{"num_speculative_tokens": {NUM_DRAFTS}}}'
+    engine = engines(async_scheduling=is_async, speculative_config=drafts)
+    talk, cold = Talk(engine, "cached", 3), Talk(engines(enable_prefix_caching=False), "cold", 3)
+    guess_from(engine, cold)
+    for turn in range(TURNS):
+        stop = tuple(cold.answers[-1][5:6]) if turn % 5 == 4 else ()
+        for each in (cold, talk):
+            each.turn(stop=stop)
+        assert talk.answers == cold.answers, turn
+        if turn == TURNS // 2:  # its states and copies are gone, and made again
+            engine.sleep()
+            engine.wake_up()
+    assert talk.num_cached >= 0.9 * talk.num_prompt - 2 * TOOLS, "the tools are read twice"
+    stats = engine.core.scheduler.stats
+    assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.8
 
 
 def test_two_agents_in_turns_and_an_edited_question(engines: Engines) -> None:

@@ -79,13 +79,15 @@ class DeltaCase:
         a, b = gates.chunk(2, 1)
         return mixed[:, : self.shape.num_channels], a, b
 
-    def state(self) -> GatedDeltaState:
+    def state(self, num_drafts: int = 0) -> GatedDeltaState:
         """Slots full of NaN, as freed ones may be."""
 
         def make(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.full(size, float("nan"), dtype=dtype, device=self.device)
 
-        return empty_state(make, self.shape, num_slots=self.num_slots, dtype=self.dtype)
+        return empty_state(
+            make, self.shape, num_slots=self.num_slots, dtype=self.dtype, num_drafts=num_drafts
+        )
 
     def run(
         self,
@@ -124,7 +126,7 @@ def join(parts: Sequence[Inputs]) -> Inputs:
 
 
 def copy_slot(state: GatedDeltaState, source: int, target: int) -> None:
-    for tensor in (state.delta, state.conv):
+    for tensor in state.tensors():
         tensor[target] = tensor[source]
 
 

@@ -75,7 +75,11 @@ class ScriptedDevice:
         self.num_drafts = num_drafts
         self._guesses = np.random.default_rng(draft_seed)
         self.states: dict[int, list[int]] = {}
-        """Place -> the tokens that the state there has taken up; a row's place is its slot."""
+        """Place -> the tokens that the state there has taken up, and those that the latest step
+        read behind them; a row's place is its slot."""
+        self.num_taken_up: dict[int, int] = {}
+        """Place -> how many tokens its state has taken up: none that was a draft in the latest
+        step."""
         self.block_size = block_size
         self.vocab = vocab
         self.stops = stops
@@ -124,7 +128,7 @@ class ScriptedDevice:
             if not self.finished[slot]:
                 self._attend(slot, count)
             if self.state_places:
-                self._take_up(slot, count)
+                self._take_up(slot, count, int(plan.num_draft_tokens[plan.slots == slot][0]))
         drafts = plan.num_draft_tokens.tolist()
         sampled = [self._sample(slot, num) for (slot, _), num in zip(pairs, drafts, strict=True)]
         for slot, _ in pairs if self.num_drafts else ():
@@ -158,12 +162,15 @@ class ScriptedDevice:
             ):
                 assert len(self.rows) < place <= len(self.rows) + self.state_places
                 self.states[place] = list(self.states[slot])
+                self.num_taken_up[place] = self.num_taken_up[slot]
         for row in plan.added:
             slot, count = row.slot, len(row.token_ids)
             assert self.rows[slot] is None, "a slot was given away before it was released"
             assert 0 <= row.num_computed_tokens < count < row.max_total_tokens
             self.rows[slot] = row
-            self.states[slot] = list(self.states[row.state_place]) if row.state_place >= 0 else []
+            self.states[slot], self.num_taken_up[slot] = [], 0
+            if row.state_place >= 0:
+                self._start_from(row.state_place, slot, row.num_computed_tokens)
             self.token_ids[slot, :count] = row.token_ids
             self.num_tokens[slot] = count
             self.num_computed[slot] = row.num_computed_tokens
@@ -207,13 +214,22 @@ class ScriptedDevice:
             self.kv_tokens[where] = -7 if rubbish else self.token_ids[slot, start:end]
             self.kv_positions[where] = -7 if rubbish else np.arange(start, end)
 
-    def _take_up(self, slot: int, count: int) -> None:
+    def _start_from(self, place: int, slot: int, position: int) -> None:
+        """A state that has taken up more cannot go on from there, nor one that has read less."""
+        known, taken_up = self.states[place], self.num_taken_up[place]
+        is_right = taken_up <= position <= len(known)
+        self.states[slot] = known[:position] if is_right else [-6] * position
+        self.num_taken_up[slot] = taken_up
+
+    def _take_up(self, slot: int, count: int, num_drafts: int) -> None:
         """What a recurrent layer does with the tokens that a row has just written."""
         end = int(self.num_computed[slot])
+        assert self.num_taken_up[slot] <= end - count or self.finished[slot]
+        self.num_taken_up[slot] = end - num_drafts
         tokens = [-5] * count  # of a row that has ended: anything
         if not self.finished[slot]:
             tokens = self.kv_tokens[self.slot_mapping(slot, end - count, end)].tolist()
-        self.states[slot] += tokens
+        self.states[slot][end - count :] = tokens
 
     def _attend(self, slot: int, count: int) -> None:
         """Make the keys and values that a row has just written wrong, or NaN, if those are that its
@@ -265,10 +281,10 @@ class ScriptedDevice:
         assert row is not None
         read = self.token_ids[slot, :length].copy()
         if self.state_places:
-            if NAN in self.states[slot]:
+            if NAN in self.states[slot][:length]:
                 self.finished[slot] = True
                 return CORRUPT_TOKEN
-            read[0] += self.states[slot] != read.tolist()
+            read[0] += self.states[slot][:length] != read.tolist()
         for positions, where in self._seen_by(slot, length - 1, length):
             tokens = self.kv_tokens[where]
             if (tokens == NAN).any():

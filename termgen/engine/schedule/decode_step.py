@@ -131,8 +131,10 @@ class DecodeStep:
             slots = rows.take(needy)
             builder.add_columns(groups, slots, *kv.append_one_each(groups, slots))
             rooms[groups, needy] += kv.block_size
-            if kv.states is not None:
-                copy_states(table, kv.states, np.unique(slots), builder)
+        if kv.states is not None and (len(needy) or self._most_drafts):
+            passing = rows if self._most_drafts else np.unique(rows.take(needy))
+            has_drafts = self._most_drafts > 0
+            copy_states(table, kv.states, passing, builder, has_drafts=has_drafts)
         room = np.minimum.reduce(rooms)
         self._steps_left = min(steps, int(np.minimum.reduce(room)))
         self._computed, self._epochs = num_computed, epochs

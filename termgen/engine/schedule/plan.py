@@ -29,13 +29,28 @@ def drop_unseen(table: SlotTable, kv: KVCacheManager, slots: IntArray) -> None:
 
 
 def copy_states(
-    table: SlotTable, states: StateCache, slots: IntArray, builder: PlanBuilder
+    table: SlotTable,
+    states: StateCache,
+    slots: IntArray,
+    builder: PlanBuilder,
+    *,
+    has_drafts: bool,
 ) -> None:
-    """Have the states of recurrent layers copied that stand where later requests may start."""
-    computed, num_prompt = table.num_computed[slots], table.num_prompt[slots]
-    for i in states.due(slots, computed, num_prompt).tolist():
-        slot, position = int(slots[i]), int(computed[i])
-        place = states.copy(slot, position, is_answer=bool(position > num_prompt[i]))
+    """Have the states of recurrent layers copied that stand where later requests may start.
+    has_drafts: rows may have passed such a place within a step."""
+    known, pending, _, _, computed, _ = table.facts.take(slots, axis=1)
+    num_prompt = table.num_prompt[slots]
+    least = states.least(slots, computed, known, pending) if has_drafts else computed
+    due, ends = states.due(slots, computed, num_prompt, least)
+    for i in due.tolist():
+        slot, position = int(slots[i]), int(ends[i])
+        is_try = has_drafts and pending[i] > 0
+        place = states.copy(
+            slot,
+            position,
+            is_answer=bool(position > num_prompt[i]),
+            try_after=int(table.last_step[slot]) if is_try else None,
+        )
         if place is not None:
             builder.copied_slots.append(slot)
             builder.copy_places.append(place)

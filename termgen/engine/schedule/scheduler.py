@@ -247,7 +247,7 @@ class Scheduler:
         chosen = np.flatnonzero(num_new)
         slots, counts, drafts = running[chosen], num_new[chosen], drafts[chosen]
         if states is not None:
-            copy_states(table, states, slots, builder)
+            copy_states(table, states, slots, builder, has_drafts=most > 0)
         self._advance(slots, counts, (counts - drafts == want[chosen]) * (1 + drafts))
         if may_admit and not preempted:
             left = budget - int(counts.sum())
@@ -568,6 +568,10 @@ class Scheduler:
             stopped, ended = append_kept(self.slots, slots, kept)
         else:
             stopped, ended = self.slots.append_tokens(slots, tokens)
+        if self.kv.states is not None and self.config.num_speculative_tokens:
+            self.kv.states.landed(
+                plan.step_id, slots, applied.num_tokens, self.slots.num_tokens[slots]
+            )
         self.stats.generation_tokens += len(applied.token_ids)
         endings = self.constraints.endings(self.slots, slots, tokens, stopped, ended)
         for i, (reason, error) in sorted(endings.items()):

@@ -8,6 +8,11 @@ also need the KV of half a block, which the requests that share it write on.
 
 The copies lie in places behind the rows of running requests. They are made and read by steps, in
 the order of the plans, so a place may be given away at once.
+
+A row with drafts may pass the end of a block within a step. Its state has then not taken up all
+tokens that stayed, and lies with them at any position between: so the copy is made by the next
+step, and found by that position. Where that step is planned before the other has landed, the copy
+is a try: it counts once it is known that the state was there.
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ LEAST_APART = 64
 that a copy adds."""
 LONG_STEP = 8192
 """Tokens between the copies of a long prompt's state."""
+_AT_ITS_END = np.iinfo(np.int32).max
+"""Stands for the position of the state: it has taken up all tokens that were computed."""
 
 
 class Copy(NamedTuple):
@@ -39,6 +46,14 @@ class Copy(NamedTuple):
     place: int
     is_answer: bool
     """True if it replaces the one before in the same answer."""
+
+
+class Try(NamedTuple):
+    """A copy of the state that a step in flight leaves."""
+
+    step: int
+    slot: int
+    copy: Copy
 
 
 class StateCache:
@@ -55,6 +70,11 @@ class StateCache:
         self._by_hash: OrderedDict[bytes, int] = OrderedDict()
         self._unnamed: list[list[Copy]] = [[] for _ in range(max_num_seqs)]
         """Per slot, copies of which not all tokens are known to the host."""
+        self._tries: list[Try] = []
+        """In the order of their steps."""
+        self._passed: IntArray = np.full(max_num_seqs, _AT_ITS_END, np.int32)
+        """Per slot, tokens that were known before its newest step landed: the state that this step
+        left can be copied from there on."""
         self._of_answer: list[bytes | None] = [None] * max_num_seqs
         """Per slot, the hash of the newest copy in the answer."""
         self._of_prompt: list[bytes | None] = [None] * max_num_seqs
@@ -110,15 +130,46 @@ class StateCache:
         return cut
 
     def due(
-        self, slots: IntArray, computed: IntArray, num_prompt: IntArray
-    ) -> npt.NDArray[np.intp]:
-        """Indices of the rows whose states are to be copied before they go on."""
-        is_cut = (computed == self.cuts[:, slots]).any(axis=0) | (computed % LONG_STEP == 0)
-        is_due = (computed > 0) & (computed % self._block_size == 0)
-        return np.flatnonzero(is_due & (is_cut | (computed > num_prompt)))
+        self, slots: IntArray, computed: IntArray, num_prompt: IntArray, least: IntArray
+    ) -> tuple[npt.NDArray[np.intp], IntArray]:
+        """Indices of the rows whose states are to be copied before they go on, and [rows] at which
+        position each. least: the least positions that states may be at."""
+        ends: IntArray = computed // self._block_size * self._block_size
+        is_cut = (ends == self.cuts[:, slots]).any(axis=0) | (ends % LONG_STEP == 0)
+        is_due = (ends > 0) & (ends >= least)
+        return np.flatnonzero(is_due & (is_cut | (ends > num_prompt))), ends
 
-    def copy(self, slot: int, position: int, *, is_answer: bool) -> int | None:
-        """The place for a copy of a slot's state; None if there is none to give away.
+    def least(
+        self, slots: IntArray, computed: IntArray, known: IntArray, pending: IntArray
+    ) -> IntArray:
+        """[rows] the least position at which the state of each row with drafts can be copied.
+        known: tokens that the host knows; pending: those that steps in flight draw."""
+        found: IntArray = np.where(pending > 0, known, self._passed[slots])
+        return np.minimum(found, computed)
+
+    def landed(self, step: int, slots: IntArray, num_new: IntArray | None, known: IntArray) -> None:
+        """Note the tokens that a step gave these slots (None: one each), and those that they have
+        now; see which of the states that it left were where their copies were to be."""
+        before = known - (1 if num_new is None else num_new)
+        self._passed[slots] = before
+        while self._tries and self._tries[0].step <= step:
+            tried = self._tries.pop(0)
+            at = np.flatnonzero(slots == tried.slot)
+            if (
+                tried.step == step
+                and len(at)
+                and before[at[0]] <= tried.copy.position < known[at[0]]
+            ):
+                self._unnamed[tried.slot].append(tried.copy)
+            else:
+                self.num_made -= 1
+                self._free.append(tried.copy.place)
+
+    def copy(
+        self, slot: int, position: int, *, is_answer: bool, try_after: int | None = None
+    ) -> int | None:
+        """The place for a copy of a slot's state; None if there is none to give away. try_after:
+        the step in flight that may leave the state there or not.
 
         No place is given away whose copy is not known yet, and for a copy in an answer none of the
         newest copy in a running request's prompt: the next one may have the answer in other words.
@@ -133,7 +184,11 @@ class StateCache:
         else:
             return None
         self.num_made += 1
-        self._unnamed[slot].append(Copy(position, place, is_answer))
+        copy = Copy(position, place, is_answer)
+        if try_after is None:
+            self._unnamed[slot].append(copy)
+        else:
+            self._tries.append(Try(try_after, slot, copy))
         return place
 
     def publish(self, slot: int, num_blocks: int, hashes: Sequence[bytes]) -> None:
@@ -154,8 +209,11 @@ class StateCache:
 
     def vacate(self, slot: int) -> None:
         """Forget the copies of a slot that nothing can find."""
-        self._free += [copy.place for copy in self._unnamed[slot]]
+        tried = [one.copy for one in self._tries if one.slot == slot]
+        self._tries = [one for one in self._tries if one.slot != slot]
+        self._free += [copy.place for copy in self._unnamed[slot] + tried]
         self._unnamed[slot].clear()
+        self._passed[slot] = _AT_ITS_END
         self._of_answer[slot] = self._of_prompt[slot] = None
         self.cuts[:, slot] = 0
 

@@ -61,8 +61,9 @@ class Schedule:
             "windows": windows,
             "state_places": draw_state_places(np.random.default_rng([seed, 3])),
         }
-        if not self.setting["state_places"]:
-            self.setting["num_drafts"] = int(np.random.default_rng([seed, 4]).choice([0, 1, 3, 6]))
+        self.setting["num_drafts"] = int(np.random.default_rng([seed, 4]).choice([0, 1, 3, 6]))
+        if self.setting["state_places"]:
+            self.setting["num_drafts"] *= int(np.random.default_rng([seed, 9]).integers(2))
         if is_deep:
             self.setting |= {"depth": 2 + seed % 7, "run_ahead_ms": 20.0}
         self.driver = self.make_driver()

@@ -10,6 +10,10 @@ beta, after a convolution over the last four tokens and with k and q of unit len
 
 The state of a sequence lies in a slot. All tensors of a slot are copied row by row to another one
 to go on from the same position twice; see `GatedDeltaState`.
+
+A state cannot be taken back, so none takes up a draft before it is known to stay. A step with
+drafts leaves what the state would take up of them (its convolution input, decay and rate), and the
+next step of the row takes up those that stayed, in front of its own tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ class RecurrentMetadata:
     """Rows of one step and the states they continue.
 
     Rows and tokens are in the order of `AttentionMetadata`: rows [0, num_decodes) have exactly one
-    token, later rows one or more. Rows of one step have different slots, but for padded rows, which
-    share the scratch slot and may have no token.
+    token, or drafts behind one, and later rows one or more. Rows of one step have different slots,
+    but for padded rows, which share the scratch slot and may have no token.
     """
 
     query_start_loc: torch.Tensor
@@ -41,7 +45,7 @@ class RecurrentMetadata:
     """[B] int32: the slot of each row's state."""
     positions: torch.Tensor
     """[B] int32: the position of each row's first token, which is the number of tokens that its
-    state has consumed."""
+    state has taken up, and of those that are pending."""
     has_state: torch.Tensor
     """[B] bool: False for rows that begin a sequence: they start from zeros, and what is in their
     slot, NaN included, reaches no result."""
@@ -52,6 +56,12 @@ class RecurrentMetadata:
     device knows how many there are."""
     max_query_len: int
     """Upper bound over all rows, known to the host without asking the device."""
+    num_pending: torch.Tensor | None = None
+    """[B] int32: tokens before `positions` that stayed, but that the row's state has not taken up.
+    Their inputs are in the slot. None, as the next: of an engine without drafts."""
+    num_drafts: torch.Tensor | None = None
+    """[B] int32: of each row's tokens the last ones, which its state does not take up. At least one
+    token of a row is none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,17 +86,26 @@ def tap_major(conv: torch.Tensor) -> torch.Tensor:
 class GatedDeltaState:
     """One layer's states of all sequences.
 
-    `delta[d] = delta[s]; conv[d] = conv[s]` copies slot s to slot d. A copy goes on at the position
-    that slot s had reached, for the ring of convolution inputs is entered by position.
+    `t[d] = t[s]` for all of `tensors` copies slot s to slot d. A copy goes on at the position that
+    slot s had reached, or at that of any token that is pending there, for the rings are entered by
+    position.
     """
 
     delta: torch.Tensor
     """[num_slots, num_v_heads, v_dim, k_dim] float32: S."""
     conv: torch.Tensor
-    """[num_slots, CONV_TAPS, channels] in the model's type: inputs of the convolution before it is
-    applied. The token at position p is in row p % CONV_TAPS. The three latest count, with zeros for
-    positions before the first; the row of the next token is never read, so a kernel writes it while
-    other programs read the rest."""
+    """[num_slots, ring, channels] in the model's type: inputs of the convolution before it is
+    applied. The token at position p is in row p % ring. The three latest that the state has taken
+    up count, with zeros for positions before the first, and the pending ones behind them. The rows
+    of a step's own tokens are never read, so a kernel writes them while other programs read the
+    rest; see `ring_rows`."""
+    gates: torch.Tensor | None = None
+    """[num_slots, ring, 2, num_v_heads] float32: the logarithm of the decay, and the rate, of each
+    pending token, in the same rows. None in an engine without drafts."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What a copy of a slot consists of."""
+        return [self.delta, self.conv] + ([] if self.gates is None else [self.gates])
 
 
 @dataclass(slots=True, eq=False)
@@ -104,11 +123,23 @@ def empty_state(
     *,
     num_slots: int,
     dtype: torch.dtype,
+    num_drafts: int = 0,
 ) -> GatedDeltaState:
-    """States of uninitialised slots, the scratch slot among them. dtype: the model's type."""
-    s = (num_slots, shape.num_v_heads, shape.v_dim, shape.k_dim)
-    conv = (num_slots, CONV_TAPS, shape.num_channels)
-    return GatedDeltaState(make(s, torch.float32), make(conv, dtype))
+    """States of uninitialised slots, the scratch slot among them. dtype: the model's type.
+    num_drafts: most drafts of a row in a step."""
+    s = make((num_slots, shape.num_v_heads, shape.v_dim, shape.k_dim), torch.float32)
+    rows = ring_rows(num_drafts)
+    conv = make((num_slots, rows, shape.num_channels), dtype)
+    if not num_drafts:
+        return GatedDeltaState(s, conv)
+    gates = make((num_slots, rows, 2, shape.num_v_heads), torch.float32)
+    return GatedDeltaState(s, conv, gates)
+
+
+def ring_rows(num_drafts: int) -> int:
+    """Rows of a slot's ring. A step reads the inputs of three tokens and of as many as were drafts,
+    and writes its own one's and its drafts': no row is both."""
+    return CONV_TAPS + 2 * num_drafts
 
 
 class GatedDeltaNet(Protocol):

@@ -28,7 +28,7 @@ def gated_delta_reference(
     shape: GatedDeltaShape,
 ) -> torch.Tensor:  # [T, num_v_heads, v_dim] in the type of mixed
     decay = -weights.a_log.float().exp() * F.softplus(a.float() + weights.dt_bias.float())
-    decay, rate = decay.exp(), b.float().sigmoid()
+    rate = b.float().sigmoid()
     taps = weights.conv.float()
     key_size = shape.num_k_heads * shape.k_dim
     out = torch.zeros(
@@ -42,18 +42,34 @@ def gated_delta_reference(
         if not metadata.has_state[row]:
             state.delta[slot] = 0
             state.conv[slot] = 0
-        s = state.delta[slot]
-        for token in range(starts[row], starts[row + 1]):
-            state.conv[slot, position % CONV_TAPS] = mixed[token]
-            latest = [(position + 1 + tap) % CONV_TAPS for tap in range(CONV_TAPS)]
+        s, ring = state.delta[slot], state.conv.shape[1]
+        num_pending, num_drafts = (
+            0 if of_rows is None else int(of_rows[row])
+            for of_rows in (metadata.num_pending, metadata.num_drafts)
+        )
+        position -= num_pending
+        for token in range(starts[row] - num_pending, starts[row + 1]):
+            if token == starts[row + 1] - num_drafts:
+                s = s.clone()  # what it takes up from here on is not kept
+            at = position % ring
+            if token >= starts[row]:
+                state.conv[slot, at] = mixed[token]
+                gates = decay[token], rate[token]
+                if state.gates is not None:
+                    state.gates[slot, at] = torch.stack(gates)
+            else:
+                assert state.gates is not None
+                gates = state.gates[slot, at, 0], state.gates[slot, at, 1]
+            latest = [(position + 1 + tap - CONV_TAPS) % ring for tap in range(CONV_TAPS)]
             x = F.silu((state.conv[slot, latest].float() * taps.t()).sum(0))
             q, k, v = x.tensor_split((key_size, 2 * key_size))
             q, k = (_unit(heads.view(-1, shape.k_dim))[shape.k_heads] for heads in (q, k))
             v = v.view(-1, shape.v_dim)
-            s *= decay[token][:, None, None]
+            s *= gates[0].exp()[:, None, None]
             error = v - (s * k[:, None]).sum(-1)
-            s += (rate[token][:, None] * error)[:, :, None] * k[:, None]
-            out[token] = (s * q[:, None]).sum(-1) * shape.k_dim**-0.5
+            s += (gates[1][:, None] * error)[:, :, None] * k[:, None]
+            if token >= starts[row]:
+                out[token] = (s * q[:, None]).sum(-1) * shape.k_dim**-0.5
             position += 1
     return out
 

@@ -1,4 +1,4 @@
-"""The gated delta net in torch: rows of one token all at once, prompts in chunks of 64 tokens.
+"""The gated delta net in torch: rows of one token all at once, others in chunks of 64 tokens.
 
 The path of the CPU; runs on any device, but waits for it. A chunk from state S, with c the running
 sum of the decays g and D_ij = exp(c_i - c_j) for i >= j, row vectors q, k, v:
@@ -14,6 +14,8 @@ set to minus infinity above the diagonal before they are exponentiated: over 64 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -26,13 +28,27 @@ from termgen.engine.device.recurrent.base import (
 from termgen.engine.device.recurrent.reference import L2_EPS, gated_norm_reference
 
 
+class _Row(NamedTuple):
+    """A row of several tokens, those that are pending among them."""
+
+    slot: int
+    position: int
+    """Tokens that its state has taken up."""
+    has_state: bool
+    start: int
+    end: int
+    """Its tokens in the step."""
+    num_pending: int
+    num_drafts: int
+
+
 class TorchGatedDelta:
     """GatedDeltaNet."""
 
     def __init__(self, shape: GatedDeltaShape) -> None:
         self.shape = shape
         self._k_heads = torch.tensor(shape.k_heads)
-        self._prompts: list[tuple[int, int, int]] = []
+        self._prompts: list[_Row] = []
         self._single_rows = self._single_tokens = torch.zeros(0, dtype=torch.int64)
         self._single_slots: torch.Tensor | slice = self._single_rows
         self._new_singles = self._single_rows
@@ -44,9 +60,23 @@ class TorchGatedDelta:
         device = metadata.slots.device
         self._k_heads = self._k_heads.to(device)
         starts = metadata.query_start_loc.tolist()
+        pending, drafts = [0] * metadata.num_rows, [0] * metadata.num_rows
+        if metadata.num_pending is not None and metadata.num_drafts is not None:
+            pending, drafts = metadata.num_pending.tolist(), metadata.num_drafts.tolist()
         rows = [(row, starts[row], starts[row + 1]) for row in range(metadata.num_rows)]
-        singles = [(row, start) for row, start, end in rows if end - start == 1]
-        self._prompts = [row for row in rows if row[2] - row[1] > 1]
+        singles = [
+            (row, start) for row, start, end in rows if end - start == 1 and not pending[row]
+        ]
+        self._prompts = [
+            _Row(
+                int(metadata.slots[row]),
+                int(metadata.positions[row]) - pending[row],
+                bool(metadata.has_state[row]),
+                *(start, end, pending[row], drafts[row]),
+            )
+            for row, start, end in rows
+            if end - start > 1 or (end > start and pending[row])
+        ]
         table = torch.tensor(singles, dtype=torch.int64, device=device).view(-1, 2)
         rows_of_one, self._single_tokens = table.unbind(1)
         self._single_rows = rows_of_one
@@ -81,11 +111,9 @@ class TorchGatedDelta:
             out[tokens] = self._step(
                 mixed[tokens], log_decay[tokens], rate[tokens], taps, state, metadata
             ).to(out.dtype)
-        for row, start, end in self._prompts:
-            part = slice(start, end)
-            result = self._prompt(
-                mixed[part], log_decay[part], rate[part], taps, state, metadata, row
-            )
+        for row in self._prompts:
+            part = slice(row.start, row.end)
+            result = self._prompt(mixed[part], log_decay[part], rate[part], taps, state, row)
             out[part] = result.transpose(0, 1).to(out.dtype)
         return out
 
@@ -111,7 +139,8 @@ class TorchGatedDelta:
     ) -> torch.Tensor:
         """Rows of one token [R, channels] -> [R, num_v_heads, v_dim] float32."""
         slots = metadata.slots[self._single_rows].long()
-        ring = _ring_rows(metadata.positions[self._single_rows].long()[:, None], 1 - CONV_TAPS, 1)
+        positions = metadata.positions[self._single_rows].long()[:, None]
+        ring = _ring_rows(positions, 1 - CONV_TAPS, 1, state)
         inputs = state.conv[slots[:, None], ring]
         s = state.delta[self._single_slots]
         if len(self._new_singles):
@@ -138,37 +167,46 @@ class TorchGatedDelta:
         rate: torch.Tensor,
         taps: torch.Tensor,
         state: GatedDeltaState,
-        metadata: RecurrentMetadata,
-        row: int,
+        row: _Row,
     ) -> torch.Tensor:
         """A row's tokens [N, channels] -> [num_v_heads, N, v_dim] float32."""
-        slot, count = int(metadata.slots[row]), x.shape[0]
-        position, has_state = int(metadata.positions[row]), bool(metadata.has_state[row])
-        device = x.device
+        slot, position, num_pending, num_drafts = row.slot, row.position, *row[-2:]
+        count = num_pending + x.shape[0]
         s = state.delta[slot]
-        before = state.conv[slot, _ring_rows(position, -CONV_TAPS + 1, 0, device)]
-        if not has_state:
+        before = state.conv[slot, _ring_rows(position, 1 - CONV_TAPS, num_pending, state)]
+        if not row.has_state:
             before = before.zero_()
             s.zero_()
+        if num_pending:
+            assert state.gates is not None
+            left = state.gates[slot, _ring_rows(position, 0, num_pending, state)]
+            log_decay, rate = (
+                torch.cat(both) for both in zip(left.unbind(1), (log_decay, rate), strict=True)
+            )
         inputs = torch.cat((before, x))
-        ring = _ring_rows(position + count, -CONV_TAPS + 1, 0, device)
-        state.conv[slot, ring] = inputs[1 - CONV_TAPS :]
+        first = 1 - CONV_TAPS - num_drafts
+        state.conv[slot, _ring_rows(position + count, first, 0, state)] = inputs[first:]
+        if num_drafts:
+            assert state.gates is not None
+            drafts = torch.stack((log_decay[-num_drafts:], rate[-num_drafts:]), 1)
+            state.gates[slot, _ring_rows(position + count, -num_drafts, 0, state)] = drafts
         convolved = inputs[:count].float() * taps[0]
         for tap in range(1, CONV_TAPS):
             convolved.addcmul_(inputs[tap : tap + count].float(), taps[tap])
         q, k, v = (heads.transpose(0, 1) for heads in self._split(convolved))
-        out, s_new = chunked_delta_rule(q, k, v, log_decay.t(), rate.t(), s, self._k_heads)
+        out, s_new = chunked_delta_rule(
+            *(q, k, v, log_decay.t(), rate.t(), s, self._k_heads), num_unkept=num_drafts
+        )
         s.copy_(s_new)
-        return out
+        return out[:, num_pending:]
 
 
 def _ring_rows(
-    position: torch.Tensor | int, first: int, end: int, device: torch.device | None = None
+    position: torch.Tensor | int, first: int, end: int, state: GatedDeltaState
 ) -> torch.Tensor:
     """Rows of the ring of positions [position + first, position + end)."""
-    if isinstance(position, torch.Tensor):
-        device = position.device
-    return (position + torch.arange(first, end, device=device)) % CONV_TAPS
+    offsets = torch.arange(first, end, device=state.conv.device)
+    return (position + offsets) % state.conv.shape[1]
 
 
 def chunked_delta_rule(
@@ -179,10 +217,15 @@ def chunked_delta_rule(
     rate: torch.Tensor,  # [num_v_heads, N]
     s: torch.Tensor,  # [num_v_heads, v_dim, k_dim]
     k_heads: torch.Tensor,  # [num_v_heads]: the key head of each value head
+    *,
+    num_unkept: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [num_v_heads, N, v_dim] and the new s; all float32."""
+    """Outputs [num_v_heads, N, v_dim] and the new s; all float32. num_unkept: of the last tokens,
+    which the new s does not take up; N is no more than a chunk then."""
     count = q.shape[1]
+    assert not num_unkept or count <= CHUNK, (count, num_unkept)
     size = min(CHUNK, count)
+    kept = size - num_unkept
     pad = -count % size
     # Padding changes nothing: it neither decays (g = 0) nor updates (beta = 0) the state.
     q, k, v = (_cut(F.pad(x, (0, 0, 0, pad)), size) for x in (q, k, v))
@@ -199,14 +242,16 @@ def chunked_delta_rule(
     one = torch.eye(size, device=q.device).expand_as(solve)
     solve = torch.linalg.solve_triangular(solve, one, upper=False, unitriangular=True)
     solve = solve * rate[..., None, :]
-    left = (c[..., -1:] - c).exp_()[..., None]
+    left = c[..., kept - 1 : kept] - c
+    left[..., kept:] = float("-inf")
+    left = left.exp_()[..., None]
     decayed = c.exp_()[..., None]
     out = torch.empty_like(v)
     for i in range(q.shape[1]):
         update = solve[:, i] @ torch.addcmul(v[:, i], k[:, i] @ s.mT, decayed[:, i], value=-1)
         known = (q[:, i] @ s.mT).mul_(decayed[:, i])
         torch.baddbmm(known, scores[:, i], update, out=out[:, i])
-        s = torch.baddbmm(s * decayed[:, i, -1:], update.mul_(left[:, i]).mT, k[:, i])
+        s = torch.baddbmm(s * decayed[:, i, kept - 1 : kept], update.mul_(left[:, i]).mT, k[:, i])
     return out.flatten(1, 2)[:, :count], s
 
 

@@ -12,6 +12,7 @@ import torch
 from termgen.engine.device.kernels.recurrent.chunk_plan import ChunkPlan, plan_chunks
 from termgen.engine.device.kernels.recurrent.delta_decode import delta_decode
 from termgen.engine.device.kernels.recurrent.delta_prefill import delta_prefill
+from termgen.engine.device.kernels.recurrent.delta_replay import delta_replay
 from termgen.engine.device.kernels.recurrent.gated_norm import gated_norm
 from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
 from termgen.engine.device.recurrent.base import (
@@ -37,7 +38,10 @@ class TritonGatedDelta:
     gated_norm = staticmethod(gated_norm)
 
     def prepare(self, metadata: RecurrentMetadata) -> None:
-        is_mixed = metadata.num_decodes is None
+        # A row of drafts may stand among the prompts, and a prompt may go on from a copied state
+        # that has pending tokens.
+        drafts = metadata.num_drafts
+        is_mixed = metadata.num_decodes is None or drafts is not None
         first_row = metadata.num_decodes or 0
         self._decode_rows = metadata.num_rows if is_mixed else first_row
         self._prompt_rows = metadata.num_rows - first_row
@@ -51,6 +55,7 @@ class TritonGatedDelta:
                 num_rows=metadata.num_rows,
                 num_tokens=metadata.num_tokens - first_row,
                 skip_single=is_mixed,
+                num_drafts=drafts,
             )
         self._prepared = metadata
 
@@ -75,8 +80,14 @@ class TritonGatedDelta:
         rows = (
             *(metadata.query_start_loc, metadata.slots, metadata.positions, metadata.has_state),
         )
-        if self._decode_rows:
-            delta_decode(*inputs, *states, *rows, shape=shape, num_rows=self._decode_rows, out=out)
+        num_rows = self._decode_rows
+        if metadata.num_drafts is not None:
+            assert state.gates is not None and metadata.num_pending is not None
+            counts = (metadata.num_pending, metadata.num_drafts)
+            tensors = (*inputs, *states, state.gates, *rows, *counts)
+            delta_replay(*tensors, shape=shape, num_rows=num_rows, out=out)
+        elif num_rows:
+            delta_decode(*inputs, *states, *rows, shape=shape, num_rows=num_rows, out=out)
         if self._prompt_rows and self._num_chunks:
             delta_prefill(
                 *inputs,

@@ -186,13 +186,11 @@ def _make_runner(
         spins=resolve.resolve_wait(config.device_wait),
         debug=config.debug,
         caches_states=config.enable_prefix_caching,
-        drafter=make_drafter(config, model_config, shape.device, limits.max_num_seqs),
+        drafter=make_drafter(config, shape.device, limits.max_num_seqs),
     )
 
 
-def make_drafter(
-    config: EngineConfig, model_config: ModelConfig, device: torch.device, max_num_seqs: int
-) -> Drafter | None:
+def make_drafter(config: EngineConfig, device: torch.device, max_num_seqs: int) -> Drafter | None:
     """Raises ConfigError where drafts were asked for and cannot be made."""
     if config.speculative_config is None:
         return None
@@ -202,8 +200,6 @@ def make_drafter(
     why_not = ""
     if device.type != "cpu":
         why_not = "drafts are made on a CPU only so far"
-    elif model_config.linear is not None:
-        why_not = "the states of recurrent layers take up every token, so no draft can be dropped"
     if why_not:
         raise ConfigError(f"{FIELD}: {why_not}; leave it out", param=FIELD)
     return NgramDrafter(

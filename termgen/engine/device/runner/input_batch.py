@@ -17,6 +17,7 @@ from termgen.engine.device.attention.groups import by_group
 from termgen.engine.device.drafting.acceptance import Samples
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.recurrent.base import RecurrentMetadata
+from termgen.engine.device.recurrent.replay import take_up
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import StepPlan
@@ -136,7 +137,7 @@ class InputBuffers:
             max_seq_len=max_seq_len,
         )
         last = (ends - 1).clamp_(min=0)
-        recurrent = self._recurrent(slots, state, metadata[0])
+        recurrent = self._recurrent(slots, num_tokens, state, metadata[0])
         return InputBatch(slots, num_tokens, input_ids, positions, last, metadata, recurrent)
 
     def prepare_decode(
@@ -170,18 +171,25 @@ class InputBuffers:
             self.positions[:num_rows],
             None,
             metadata,
-            self._recurrent(slots, state, metadata[0]),
+            self._recurrent(slots, num_tokens, state, metadata[0]),
         )
 
     def _recurrent(
-        self, slots: torch.Tensor, state: RequestState, metadata: AttentionMetadata
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        state: RequestState,
+        metadata: AttentionMetadata,
     ) -> RecurrentMetadata | None:
         """What recurrent layers continue: the state of a row lies at its place among the request
         rows. A row that has computed nothing starts from zeros."""
         if not self._is_recurrent:
             return None
         computed = state.num_computed[slots]
+        pending, drafts = take_up(slots, num_tokens, state)
         return RecurrentMetadata(
+            num_pending=pending,
+            num_drafts=drafts,
             query_start_loc=metadata.query_start_loc,
             slots=slots.int(),
             positions=computed.int(),

@@ -129,12 +129,14 @@ class ModelRunner:
         """One for each recurrent layer: the states of all request rows, and copies behind them."""
         is_cached = self.recurrent is not None and caches_states
         self.num_state_places = max_num_seqs if is_cached else 0
+        num_slots = max_num_seqs + 1 + self.num_state_places
         self.state = RequestState(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_blocks=-(-max_model_len // block_size),
             num_groups=len(attention.groups),
             is_recurrent=self.recurrent is not None,
+            num_replayed=num_slots if self.recurrent is not None and drafter is not None else 0,
             vocab_size=model_config.vocab_size,
             num_eos_ids=num_eos_ids,
             device=device,
@@ -201,8 +203,11 @@ class ModelRunner:
         if self.recurrent is not None and not self.states:
             assert self.config.linear is not None
             shape, num_slots = self.recurrent.shape, self.state.pad_row + 1 + self.num_state_places
+            drafts = 0 if self.drafter is None else self.drafter.num_tokens
             self.states = [
-                empty_state(self._empty, shape, num_slots=num_slots, dtype=self.dtype)
+                empty_state(
+                    *(self._empty, shape), num_slots=num_slots, dtype=self.dtype, num_drafts=drafts
+                )
                 for _ in self.config.linear.layers
             ]
 
@@ -343,9 +348,11 @@ class ModelRunner:
     def _move_states(self, sources: IntArray, targets: IntArray) -> None:
         both = self.state.upload(np.concatenate((sources, targets)).astype(np.int64))
         source, target = both[: len(sources)], both[len(sources) :]
-        for state in self.states:
-            for tensor in (state.delta, state.conv):
-                tensor.index_copy_(0, target, tensor.index_select(0, source))
+        tensors = [tensor for state in self.states for tensor in state.tensors()]
+        if len(self.state.num_taken_up):
+            tensors.append(self.state.num_taken_up)
+        for tensor in tensors:
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     @torch.inference_mode()
     def _spoil(self, blocks: IntArray) -> None:

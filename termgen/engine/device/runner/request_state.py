@@ -42,11 +42,13 @@ class RequestState:
         max_blocks: int,
         num_groups: int = 1,
         is_recurrent: bool = False,
+        num_replayed: int = 0,
         vocab_size: int,
         num_eos_ids: int,
         device: torch.device,
     ) -> None:
-        """is_recurrent: no token may be computed twice, as states would take it up twice."""
+        """is_recurrent: no token may be computed twice, as states would take it up twice.
+        num_replayed: slots of recurrent states whose rows have drafts; 0: without drafts."""
         rows = max_num_seqs + 1
         self.device = device
         self.vocab_size = vocab_size
@@ -90,6 +92,9 @@ class RequestState:
         """Logit biases, allowed ids and bad words."""
         self.num_drafts = torch.zeros(rows, dtype=torch.int64, device=device)
         """Guesses of a drafter, in `token_ids` behind a row's own tokens."""
+        self.num_taken_up = torch.zeros(num_replayed, dtype=torch.int64, device=device)
+        """Tokens that the recurrent state in each slot has taken up, copies of states included. The
+        row's `num_computed` is this, and those that are pending."""
 
     def update(self, plan: StepPlan) -> None:
         """Update the rows to a plan: release, add, append blocks, in that order."""
@@ -199,6 +204,8 @@ class RequestState:
         self.stop_ids.index_copy_(0, slots, uploaded[len(integers) :].T)
         self.finished.index_fill_(0, slots, False)
         self.num_drafts.index_fill_(0, slots, 0)
+        if len(self.num_taken_up):
+            self.num_taken_up.index_copy_(0, slots, self.num_computed[slots])
         self._write_tokens(added)
         for row in added:
             if row.params.has_penalties:

@@ -17,8 +17,9 @@ from termgen.errors import ConfigError
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
-FAMILIES = ("llama", "gemma3_text", "gemma3n_text", "gpt_oss")
-"""Plain, with windows, with layers that share keys and values, with sinks and experts."""
+FAMILIES = ("llama", "gemma3_text", "gemma3n_text", "gpt_oss", "qwen3_5_text", "qwen3_next")
+"""Plain, with windows, with layers that share keys and values, with sinks and experts, and with
+recurrent layers."""
 NUM_TOKENS, NUM_DRAFTS, VOCAB = 30, 4, 512
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -134,21 +135,23 @@ def test_every_family_says_the_same(
     assert 0.2 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.8
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_change_nothing(
-    answers: Callable[[str], tuple[Path, Outputs]], engines: Engines, name: str
+    answers: Callable[[str], tuple[Path, Outputs]], engines: Engines, name: str, family: str
 ) -> None:
-    folder, expected = answers("gemma3_text")
+    folder, expected = answers(family)
     engine = engines(folder, **DRAFTS, **OPTIONS[name])
     guess_from(engine, expected, lambda length: length % 3)
     assert_same(run(engine), expected)
     assert engine.core.scheduler.stats.num_accepted_tokens > 50
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_preempted_requests_say_the_same(
-    answers: Callable[[str], tuple[Path, Outputs]], engines: Engines
+    answers: Callable[[str], tuple[Path, Outputs]], engines: Engines, family: str
 ) -> None:
-    folder, expected = answers("llama")
+    folder, expected = answers(family)
     few = {"num_gpu_blocks_override": 12, "block_size": 16, "max_model_len": 128}
     engine = engines(folder, **DRAFTS, **few, async_scheduling=True)
     guess_from(engine, expected, lambda length: length % 3)
@@ -157,16 +160,23 @@ def test_preempted_requests_say_the_same(
     assert stats.num_preemptions > 0 and stats.num_accepted_tokens > 20
 
 
-def test_right_guesses_all_stay(tiny_llama_dir: Path, engines: Engines) -> None:
-    """An answer given before, as drafts of itself: what a wrong position, mask or KV would show."""
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_right_guesses_all_stay(
+    tiny_model_dir: Callable[..., Path], engines: Engines, family: str
+) -> None:
+    """An answer given before, as drafts of itself: what a wrong position, mask, KV or state would
+    show."""
+    folder = tiny_model_dir(family)
     kinds = [kind for kind in KINDS if "presence_penalty" not in kind]
     kinds += [{"temperature": 0.0}] * (len(KINDS) - len(kinds))
-    expected = run(engines(tiny_llama_dir), kinds)
-    engine = engines(tiny_llama_dir, **DRAFTS)
+    expected = run(engines(folder), kinds)
+    engine = engines(folder, **DRAFTS)
     guess_from(engine, expected, lambda length: NUM_DRAFTS)
     assert_same(run(engine, kinds), expected)
     stats = engine.core.scheduler.stats
-    assert stats.num_draft_tokens == stats.num_accepted_tokens > 100
+    # A draft that is the answer's end counts as drawn: nothing is behind it.
+    assert stats.num_draft_tokens - 1 <= stats.num_accepted_tokens
+    assert stats.num_accepted_tokens > 100
 
 
 def test_the_engines_own_guesses_find_text_that_repeats(
@@ -181,14 +191,6 @@ def test_the_engines_own_guesses_find_text_that_repeats(
     assert_same(run(engine, kinds), expected)
     stats = engine.core.scheduler.stats
     assert stats.num_accepted_tokens > 0.5 * stats.num_draft_tokens > 10
-
-
-def test_a_model_with_recurrent_states_has_no_drafts(
-    tiny_model_dir: Callable[..., Path], engines: Engines
-) -> None:
-    with pytest.raises(ConfigError, match="recurrent layers") as refused:
-        engines(tiny_model_dir("qwen3_5_text"), speculative_config="ngram")
-    assert refused.value.param == "speculative_config"
 
 
 @pytest.mark.parametrize(

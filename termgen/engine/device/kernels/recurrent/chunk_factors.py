@@ -20,6 +20,7 @@ from termgen.engine.device.kernels.recurrent.gates import (
     L2_EPS,
     RING,
     log_decay,
+    ring_row,
     sigmoid,
     silu,
     to_operand,
@@ -67,8 +68,8 @@ def empty_factors(
 @triton.jit
 def _convolve(
     mixed, ring, conv_ptr, first_channel, offset, num_tokens, position, has_state, mixed_stride,
-    NUM_CHANNELS: tl.constexpr, CONV_CHANNEL: tl.constexpr, CONV_TAP: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr, RING_ROWS: tl.constexpr, CONV_CHANNEL: tl.constexpr,
+    CONV_TAP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Activated [SIZE, DIM] float32 of a chunk; zeros for tokens beyond it.
 
@@ -89,7 +90,7 @@ def _convolve(
         if back > 0:
             if offset == 0:
                 is_earlier = (source < 0) & (tokens < num_tokens) & has_state
-                at = ring + ((position + source) & (RING - 1))[:, None] * NUM_CHANNELS
+                at = ring + ring_row(position + source, RING_ROWS)[:, None] * NUM_CHANNELS
                 earlier = tl.load(at + channels[None, :], mask=is_earlier[:, None], other=0.0)
                 total += earlier.to(tl.float32) * tap[None, :]
     return silu(total)
@@ -120,6 +121,7 @@ def _convolve_kernel(
     V_DIM: tl.constexpr,
     CONV_CHANNEL: tl.constexpr,
     CONV_TAP: tl.constexpr,
+    RING_ROWS: tl.constexpr,
     SCALE: tl.constexpr,
     SIZE: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -138,7 +140,7 @@ def _convolve_kernel(
     offset = tl.load(entry + 3)
     position = tl.load(positions_ptr + row)
     has_state = tl.load(has_state_ptr + row) != 0
-    ring = ring_ptr + tl.load(slots_ptr + row).to(tl.int64) * (RING * NUM_CHANNELS)
+    ring = ring_ptr + tl.load(slots_ptr + row).to(tl.int64) * (RING_ROWS * NUM_CHANNELS)
     mixed = mixed_ptr + first * mixed_stride
     tokens = tl.arange(0, SIZE)
     inside = (tokens < count)[:, None]
@@ -147,7 +149,7 @@ def _convolve_kernel(
     if place < 2 * NUM_K_HEADS:
         qk = _convolve(
             mixed, ring, conv_ptr, place * K_DIM, offset, count, position, has_state, mixed_stride,
-            NUM_CHANNELS, CONV_CHANNEL, CONV_TAP, K_DIM, SIZE,
+            NUM_CHANNELS, RING_ROWS, CONV_CHANNEL, CONV_TAP, K_DIM, SIZE,
         )  # fmt: skip
         unit = tl.rsqrt(tl.sum(qk * qk, axis=1) + L2_EPS)
         k_head = (place % NUM_K_HEADS).to(tl.int64)
@@ -162,7 +164,7 @@ def _convolve_kernel(
         channel = 2 * NUM_K_HEADS * K_DIM + (place - 2 * NUM_K_HEADS) * V_DIM
         v = _convolve(
             mixed, ring, conv_ptr, channel, offset, count, position, has_state, mixed_stride,
-            NUM_CHANNELS, CONV_CHANNEL, CONV_TAP, V_DIM, SIZE,
+            NUM_CHANNELS, RING_ROWS, CONV_CHANNEL, CONV_TAP, V_DIM, SIZE,
         )  # fmt: skip
         v_dims = tl.arange(0, V_DIM)[None, :]
         v_at = (v_head * num_tokens + first + tokens)[:, None] * V_DIM + v_dims
@@ -282,7 +284,7 @@ def compute_factors(
     conv: torch.Tensor,  # [channels, CONV_TAPS]
     a_log: torch.Tensor,  # [num_v_heads]
     dt_bias: torch.Tensor,  # [num_v_heads]
-    ring: torch.Tensor,  # [num_slots, CONV_TAPS, channels]
+    ring: torch.Tensor,  # [num_slots, R, channels]
     slots: torch.Tensor,  # [B] int32
     positions: torch.Tensor,  # [B] int32
     has_state: torch.Tensor,  # [B] bool
@@ -316,6 +318,7 @@ def compute_factors(
         V_DIM=shape.v_dim,
         CONV_CHANNEL=conv.stride(0),
         CONV_TAP=conv.stride(1),
+        RING_ROWS=ring.shape[1],
         SCALE=shape.k_dim**-0.5,
         SIZE=CHUNK,
         num_warps=_CONVOLVE_WARPS,

@@ -31,10 +31,13 @@ class ChunkPlan:
 
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "num_chunks"],
-    do_not_specialize_on_alignment=["query_start_loc_ptr", "chunks_ptr", "rows_ptr"],
+    do_not_specialize_on_alignment=[
+        *("query_start_loc_ptr", "num_drafts_ptr", "chunks_ptr", "rows_ptr"),
+    ],
 )
 def _plan_kernel(
     query_start_loc_ptr,
+    num_drafts_ptr,
     chunks_ptr,
     rows_ptr,
     first_row,
@@ -42,6 +45,7 @@ def _plan_kernel(
     num_chunks,
     CHUNK_SIZE: tl.constexpr,
     SKIP_SINGLE: tl.constexpr,
+    SKIP_DRAFTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
@@ -51,6 +55,9 @@ def _plan_kernel(
     lengths = tl.load(query_start_loc_ptr + rows + 1, mask=inside, other=0) - starts
     if SKIP_SINGLE:
         lengths = tl.where(lengths == 1, 0, lengths)
+    if SKIP_DRAFTS:
+        num_drafts = tl.load(num_drafts_ptr + rows, mask=inside, other=0)
+        lengths = tl.where(num_drafts > 0, 0, lengths)
     if tl.program_id(0) == 0:
         is_listed = lengths > 0
         rank = tl.cumsum(is_listed.to(tl.int32), axis=0)
@@ -87,17 +94,20 @@ def plan_chunks(
     num_rows: int,
     num_tokens: int,
     skip_single: bool = False,
+    num_drafts: torch.Tensor | None = None,  # [B] int32
 ) -> int:
     """List the chunks of rows [first_row, num_rows), which have at most `num_tokens` tokens;
     returns the most chunks that there can be.
 
-    skip_single: leave out rows of one token, which `delta_decode` computes.
+    skip_single: leave out rows of one token, which `delta_decode` computes. num_drafts: leave out
+    rows that have any, which `delta_replay` computes.
     Once per step for all layers.
     """
     num_chunks = max_chunks(num_tokens, num_rows - first_row)
     assert num_chunks <= plan.chunks.shape[0] and num_rows < plan.rows.shape[0]
     _plan_kernel[(triton.cdiv(num_chunks, _PLAN_CHUNKS),)](
         query_start_loc,
+        query_start_loc if num_drafts is None else num_drafts,
         plan.chunks,
         plan.rows,
         first_row,
@@ -105,6 +115,7 @@ def plan_chunks(
         num_chunks,
         CHUNK_SIZE=CHUNK,
         SKIP_SINGLE=skip_single,
+        SKIP_DRAFTS=num_drafts is not None,
         BLOCK_ROWS=max(_PLAN_ROWS, next_power_of_2(num_rows - first_row)),
         BLOCK_CHUNKS=_PLAN_CHUNKS,
         num_warps=8,

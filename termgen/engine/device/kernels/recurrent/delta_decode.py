@@ -183,8 +183,8 @@ def delta_decode(
     block_v, num_warps: how the work is cut; by default as measured on an H200.
     """
     check_inputs(mixed, a, b, conv, state, ring, shape, out)
-    few = num_rows <= _FEW_ROWS
-    block_v = min(block_v or (16 if few else 8), shape.v_dim)
+    assert ring.shape[1] == RING.value, "a slot has pending tokens, which this would pass over"
+    block_v, num_warps = default_cut(num_rows, shape, block_v, num_warps)
     programs = num_rows * shape.num_v_heads * (shape.v_dim // block_v)
     if not programs:
         return
@@ -214,9 +214,17 @@ def delta_decode(
         CONV_TAP=conv.stride(1),
         SCALE=shape.k_dim**-0.5,
         BLOCK_V=block_v,
-        num_warps=num_warps or (4 if few else 1),
+        num_warps=num_warps,
         **pdl_options(mixed.device, enabled=pdl),
     )
+
+
+def default_cut(
+    num_rows: int, shape: GatedDeltaShape, block_v: int | None, num_warps: int | None
+) -> tuple[int, int]:
+    """block_v and num_warps, by default as measured on an H200."""
+    few = num_rows <= _FEW_ROWS
+    return min(block_v or (16 if few else 8), shape.v_dim), num_warps or (4 if few else 1)
 
 
 def check_inputs(
@@ -238,6 +246,7 @@ def check_inputs(
     assert conv.shape == (channels, RING.value), conv.shape
     assert state.shape[1:] == (heads, shape.v_dim, shape.k_dim), state.shape
     assert state.dtype == torch.float32 and state.is_contiguous()
-    assert ring.shape[1:] == (RING.value, channels) and ring.is_contiguous(), ring.shape
+    assert ring.shape[1] >= RING.value and ring.shape[2] == channels, ring.shape
+    assert ring.is_contiguous()
     assert ring.dtype == mixed.dtype, (ring.dtype, mixed.dtype)
     assert out.shape == (mixed.shape[0], heads, shape.v_dim) and out.is_contiguous(), out.shape

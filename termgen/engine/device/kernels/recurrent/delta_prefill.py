@@ -28,7 +28,7 @@ from termgen.engine.device.kernels.launch import num_sms, pdl_options
 from termgen.engine.device.kernels.recurrent.chunk_factors import compute_factors, product_precision
 from termgen.engine.device.kernels.recurrent.chunk_plan import ChunkPlan
 from termgen.engine.device.kernels.recurrent.delta_decode import check_inputs
-from termgen.engine.device.kernels.recurrent.gates import RING, to_operand
+from termgen.engine.device.kernels.recurrent.gates import RING, ring_row, to_operand
 from termgen.engine.device.kernels.recurrent.layout import CHUNK, GatedDeltaShape
 
 _ROWS_AT_ONCE = 8
@@ -72,13 +72,13 @@ def shared_bytes(device: torch.device) -> int:
 @triton.jit
 def _keep_inputs(
     mixed, ring, first_channel, count, position, has_state, mixed_stride,
-    NUM_CHANNELS: tl.constexpr, DIM: tl.constexpr,
+    NUM_CHANNELS: tl.constexpr, RING_ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """A row's last inputs of some channels to its ring, or zeros from before its sequence."""
     channels = first_channel + tl.arange(0, DIM)
     for back in tl.static_range(1, RING):
         token = count - back
-        at = ring + ((position + token) & (RING - 1)) * NUM_CHANNELS + channels
+        at = ring + ring_row(position + token, RING_ROWS) * NUM_CHANNELS + channels
         if (token >= 0) | (not has_state):
             source = mixed + token.to(tl.int64) * mixed_stride + channels
             tl.store(at, tl.load(source, mask=token >= 0, other=0.0))
@@ -113,6 +113,7 @@ def _recurrence_kernel(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     IS_TILED: tl.constexpr,
+    RING_ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -182,20 +183,23 @@ def _recurrence_kernel(
         tl.store(state_at, tl.trans(s))
         position = tl.load(positions_ptr + row)
         mixed = mixed_ptr + first.to(tl.int64) * mixed_stride
-        ring = ring_ptr + slot * (RING * NUM_CHANNELS)
+        ring = ring_ptr + slot * (RING_ROWS * NUM_CHANNELS)
         channel = 2 * NUM_K_HEADS * K_DIM + head * V_DIM + part * BLOCK_V
         _keep_inputs(
-            mixed, ring, channel, count, position, has_state, mixed_stride, NUM_CHANNELS, BLOCK_V
-        )
+            mixed, ring, channel, count, position, has_state, mixed_stride,
+            NUM_CHANNELS, RING_ROWS, BLOCK_V,
+        )  # fmt: skip
         if is_first:
             channel = k_head * K_DIM
             _keep_inputs(
-                mixed, ring, channel, count, position, has_state, mixed_stride, NUM_CHANNELS, K_DIM
-            )
+                mixed, ring, channel, count, position, has_state, mixed_stride,
+                NUM_CHANNELS, RING_ROWS, K_DIM,
+            )  # fmt: skip
             channel = (NUM_K_HEADS + k_head) * K_DIM
             _keep_inputs(
-                mixed, ring, channel, count, position, has_state, mixed_stride, NUM_CHANNELS, K_DIM
-            )
+                mixed, ring, channel, count, position, has_state, mixed_stride,
+                NUM_CHANNELS, RING_ROWS, K_DIM,
+            )  # fmt: skip
 
 
 def delta_prefill(
@@ -206,7 +210,7 @@ def delta_prefill(
     a_log: torch.Tensor,  # [num_v_heads]
     dt_bias: torch.Tensor,  # [num_v_heads]
     state: torch.Tensor,  # [num_slots, num_v_heads, v_dim, k_dim] float32
-    ring: torch.Tensor,  # [num_slots, CONV_TAPS, channels]
+    ring: torch.Tensor,  # [num_slots, R, channels]
     query_start_loc: torch.Tensor,  # [B+1] int32
     slots: torch.Tensor,  # [B] int32
     positions: torch.Tensor,  # [B] int32
@@ -247,6 +251,7 @@ def delta_prefill(
         K_DIM=shape.k_dim,
         V_DIM=shape.v_dim,
         IS_TILED=shape.is_tiled,
+        RING_ROWS=ring.shape[1],
         BLOCK_V=block_v,
         SIZE=CHUNK,
         NUM_STAGES=config.num_stages,

@@ -12,6 +12,15 @@ L2_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
+def ring_row(position, ROWS: tl.constexpr):
+    """The row of a ring of so many that has the token at `position`, which is -ROWS at least."""
+    if ROWS & (ROWS - 1) == 0:
+        return position & (ROWS - 1)
+    else:
+        return (position + ROWS) % ROWS
+
+
+@triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
 

@@ -17,6 +17,7 @@ from termgen.engine.device.kernels.recurrent import (
     chunk_factors,
     delta_decode,
     delta_prefill,
+    delta_replay,
     gated_norm,
 )
 from termgen.engine.device.kernels.recurrent.layout import CONV_TAPS, GatedDeltaShape
@@ -39,7 +40,7 @@ target = GPUTarget("cuda", 80, 32)
 
 
 def run_all(dtype: torch.dtype) -> None:
-    """Every launcher once, with both sizes of decode programs."""
+    """Every launcher, with both sizes of decode programs, without drafts and with 3 a row."""
 
     def make(size: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=kind)
@@ -47,21 +48,24 @@ def run_all(dtype: torch.dtype) -> None:
     heads = SHAPE.num_v_heads
     conv = tap_major(torch.empty(SHAPE.num_channels, CONV_TAPS, dtype=dtype))
     weights = GatedDeltaWeights(conv, torch.empty(heads), torch.empty(heads))
-    state = empty_state(make, SHAPE, num_slots=ROWS + 1, dtype=dtype)
     mixed = torch.empty(TOKENS, SHAPE.num_channels, dtype=dtype)
     gates = torch.empty(TOKENS, heads, dtype=dtype)
     net = TritonGatedDelta(SHAPE, max_rows=ROWS, max_tokens=TOKENS, device=mixed.device)
     whole = torch.zeros(ROWS + 1, dtype=torch.int32)
-    for num_decodes in (1, ROWS):
+    for num_rows, num_drafts in ((1, 0), (ROWS, 0), (1, 3), (ROWS, 3)):
+        counts = whole[:num_rows] if num_drafts else None
+        state = empty_state(make, SHAPE, num_slots=ROWS + 1, dtype=dtype, num_drafts=num_drafts)
         metadata = RecurrentMetadata(
-            query_start_loc=whole,
-            slots=whole[:ROWS],
-            positions=whole[:ROWS],
-            has_state=torch.zeros(ROWS, dtype=torch.bool),
-            num_rows=ROWS,
+            query_start_loc=whole[: num_rows + 1],
+            slots=whole[:num_rows],
+            positions=whole[:num_rows],
+            has_state=torch.zeros(num_rows, dtype=torch.bool),
+            num_rows=num_rows,
             num_tokens=TOKENS,
-            num_decodes=num_decodes,
+            num_decodes=None,
             max_query_len=TOKENS,
+            num_pending=counts,
+            num_drafts=counts,
         )
         net.prepare(metadata)
         out = net.gated_delta(mixed, gates, gates, weights, state, metadata)
@@ -79,7 +83,9 @@ def main() -> None:
     )
     for arch, (name, dtype) in DTYPES.items():
         if arch >= 90:  # what `pdl_options` gives on such a device
-            for module in (chunk_factors, delta_decode, delta_prefill, gated_norm):
+            for module in (
+                *(chunk_factors, delta_decode, delta_prefill, delta_replay, gated_norm),
+            ):
                 module.pdl_options = lambda *_, **__: {"USE_PDL": True, "launch_pdl": True}
         target = GPUTarget("cuda", arch, 32)
         delta_prefill.shared_bytes = lambda _, kib=SHARED_KIB[arch]: kib * 1024
