@@ -199,6 +199,8 @@ class RequestState:
         self.stop_ids.index_copy_(0, slots, uploaded[len(integers) :].T)
         self.finished.index_fill_(0, slots, False)
         self.num_drafts.index_fill_(0, slots, 0)
+        # A drafter may look ahead of a row's blocks, where those of its slot's last request were.
+        self.block_tables.index_fill_(1, slots, 0)
         self._write_tokens(added)
         for row in added:
             if row.params.has_penalties:
