@@ -252,8 +252,8 @@ class EngineConfig:
     speculative_config: str | None = setting(
         None,
         "guess several tokens of an answer at once and keep those that the model would have "
-        'written: ngram, none, or JSON as {"method": "ngram", "num_speculative_tokens": 4}; the '
-        "answer is the same (on a CPU; default: none)",
+        'written: ngram, mtp, none, or JSON as {"method": "ngram", "num_speculative_tokens": 4} or '
+        '{"method": "eagle3", "model": "FOLDER"}; the answer is the same (on a CPU; default: none)',
     )
     run_ahead_ms: float = setting(
         20.0,

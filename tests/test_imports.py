@@ -81,7 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("vocabulary", "files", "device config", "attention"),
         *("layers", "quantization", "models"),
     },
-    "drafting": {"vocabulary", "sampling", "kernels"},
+    "drafting": {"vocabulary", "sampling", "attention", "kernels"},
     "runner": {"vocabulary", "files", *DEVICE - {"runner"}},
     "executor": {*GROUND, "loader", "runner"},
     "loop": {*GROUND, "files", "grammar", "schedule", "text", "executor"},

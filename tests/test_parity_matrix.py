@@ -9,6 +9,7 @@ cells share one loaded model: each has a core of its own over the same executor.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_executor import make_core
+from tiny_heads import add_mtp, quiet_target
 
 from termgen.client import TokenDelta
 from termgen.config import EngineConfig
@@ -82,10 +84,13 @@ class Answer:
 class Bench:
     """One loaded model and the requests of the matrix."""
 
-    def __init__(self, model: Path, *, most_tokens: int, **options: Any) -> None:
+    def __init__(
+        self, model: Path, *, most_tokens: int, method: str = "ngram", **options: Any
+    ) -> None:
         self.is_cpu = options["device"] == "cpu"
         if self.is_cpu:  # where drafts are made
-            options["speculative_config"] = f'{{"num_speculative_tokens": {NUM_DRAFTS}}}'
+            drafts = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
+            options["speculative_config"] = json.dumps(drafts)
         config = EngineConfig(
             model=str(model),
             max_num_seqs=len(KINDS),
@@ -133,9 +138,10 @@ class Bench:
         max_num_batched_tokens: int = 256,
         resets: tuple[int, ...] = (),
         num_drafts: int = 0,
+        num_ahead: int = 0,
     ) -> dict[str, Answer]:
         """resets: turns before which everybody is preempted. num_drafts: places for them, which the
-        device fills with what it found."""
+        device fills with what it found. num_ahead: positions of further ones."""
         deliveries: list[StepDelivery] = []
         self.core = core = make_core(
             self.parts.core.executor,
@@ -150,6 +156,7 @@ class Bench:
             run_ahead_ms=20.0,
             num_drafts=num_drafts,
             states=self.make_states(),
+            num_ahead=num_ahead,
         )
         processor = OutputProcessor(self.parts.tokenizer, self.parts.info.eos_token_ids)
         answers = {name: Answer() for name in names}
@@ -303,3 +310,43 @@ def test_every_request_says_the_same_with_drafts(
     assert (stats.num_preemptions > 2) == preempted
     assert 0.2 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_accepted_tokens > 20
+
+
+@pytest.fixture(scope="module")
+def mtp_bench(
+    tiny_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    """A model with an MTP layer, whose drafts are all computed."""
+    kinds = ["full_attention"] * 2
+    made = tiny_model_dir("qwen3_5_text", num_hidden_layers=2, layer_types=kinds)
+    folder = quiet_target(made, tmp_path_factory.mktemp("matrix") / "mtp")
+    add_mtp(folder)
+    bench = Bench(folder, most_tokens=24, method="mtp", device="cpu")
+    runner = bench.parts.core.executor._runner  # type: ignore[attr-defined]
+    runner.drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
+    yield bench
+    bench.parts.core.executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("depth", "preempted", "chunked"),
+    [
+        pytest.param(1, False, True, id="sync-undisturbed-chunked"),
+        pytest.param(2, True, False, id="async-preempted-whole"),
+    ],
+)
+def test_every_request_says_the_same_with_an_mtp_layer(
+    mtp_bench: Bench, depth: int, preempted: bool, chunked: bool
+) -> None:
+    answers = mtp_bench.run(
+        list(KINDS),
+        depth=depth,
+        max_num_batched_tokens=2 * CHUNK if chunked else 256,
+        resets=(5, 9) if preempted else (),
+        num_drafts=NUM_DRAFTS,
+        num_ahead=NUM_DRAFTS - 1,
+    )
+    check(mtp_bench, answers)
+    stats = mtp_bench.core.scheduler.stats
+    assert (stats.num_preemptions > 2) == preempted
+    assert 10 < stats.num_accepted_tokens < stats.num_draft_tokens

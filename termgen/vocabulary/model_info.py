@@ -106,5 +106,7 @@ class DeviceInfo:
     """Number of layers of each group."""
     num_drafts: int = 0
     """Most tokens of a row that are guessed in a step."""
+    num_drafts_ahead: int = 0
+    """Positions behind those of a step that its drafter computes."""
     num_untuned: int = 0
     """Shapes of weights whose products were not measured on this GPU, and can be."""

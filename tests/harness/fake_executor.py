@@ -137,6 +137,7 @@ def make_core(
     windows: tuple[int | None, ...] = (None,),
     states: StateCache | None = None,
     num_drafts: int = 0,
+    num_ahead: int = 0,
 ) -> EngineCore:
     kv = KVCacheManager(
         num_blocks=num_blocks,
@@ -154,6 +155,7 @@ def make_core(
             max_model_len=max_model_len,
             policy=policy,
             num_speculative_tokens=num_drafts,
+            num_ahead=num_ahead,
         ),
         kv,
     )

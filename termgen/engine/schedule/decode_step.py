@@ -31,14 +31,17 @@ class DecodeStep:
         constraints: Constraints,
         *,
         num_drafts: int,
+        num_ahead: int,
         budget: int,
     ) -> None:
-        """num_drafts: most drafts of a row in a step; budget: most tokens of a step."""
+        """num_drafts: most drafts of a row in a step; num_ahead: see `SchedulerConfig`; budget:
+        most tokens of a step."""
         self._table = table
         self._constraints = constraints
         self._kv = kv
         self._fence = fence
         self._most_drafts = num_drafts
+        self._num_ahead = num_ahead
         self._budget = budget
         self._rows: IntArray = table.running
         """The batch of the cached facts. A request that joins or leaves creates a new array."""
@@ -121,8 +124,11 @@ class DecodeStep:
             if np.count_nonzero(places != drafts):
                 return False
         rooms = kv.num_blocks.take(rows, axis=1) * kv.block_size - num_computed
-        groups, needy = (rooms <= drafts).nonzero()
-        if drafts and np.minimum.reduce(rooms, axis=None) + kv.block_size <= drafts:
+        beyond: IntArray | int = drafts
+        if self._num_ahead:
+            beyond = np.minimum(drafts + self._num_ahead, limit - num_computed - 2)
+        groups, needy = (rooms <= beyond).nonzero()
+        if self._most_drafts and np.count_nonzero(rooms + kv.block_size <= beyond):
             return False  # more than one block
         drop_unseen(table, kv, rows)
         if len(needy) > kv.pool.num_free:

@@ -44,6 +44,8 @@ class SchedulerConfig:
     policy: str = "fcfs"
     num_speculative_tokens: int = 0
     """Drafts of a row in a step, at most; 0 where the device makes none."""
+    num_ahead: int = 0
+    """Positions behind those of a step that a drafter computes, where there are blocks for them."""
 
 
 @dataclass(slots=True)
@@ -110,6 +112,7 @@ class Scheduler:
             self.fence,
             self.constraints,
             num_drafts=config.num_speculative_tokens,
+            num_ahead=config.num_ahead,
             budget=config.max_num_batched_tokens,
         )
         self.admits_new = True
@@ -258,6 +261,8 @@ class Scheduler:
         if not len(slots):
             self.constraints.rest()
             return None
+        if self.config.num_ahead:
+            self._give_blocks_ahead(slots, builder)
         counts, released = counts.astype(np.int32), tuple(self._released)
         return builder.build(
             self._next_step, table, slots=slots, counts=counts, drafts=drafts, released=released
@@ -385,6 +390,16 @@ class Scheduler:
         target = self.slots.num_computed[slots] + num_new
         missing: IntArray = np.maximum(self.kv.missing(slots, target), 0) * (num_new > 0)
         return missing
+
+    def _give_blocks_ahead(self, slots: IntArray, builder: PlanBuilder) -> None:
+        """Give planned rows the blocks in which a drafter computes, if there are enough."""
+        table = self.slots
+        target = table.num_computed[slots] + self.config.num_ahead
+        target = np.minimum(target, table.limit[slots] - 1)
+        missing: IntArray = np.maximum(self.kv.missing(slots, target), 0)
+        if int(missing.sum()) <= self.kv.pool.num_free:
+            for i in np.flatnonzero(missing.any(axis=0)).tolist():
+                self._append_blocks(int(slots[i]), missing[:, i], builder)
 
     def _append_blocks(self, slot: int, counts: IntArray, builder: PlanBuilder) -> None:
         """counts: [groups]"""

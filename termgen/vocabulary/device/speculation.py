@@ -8,7 +8,10 @@ from typing import Any
 
 from termgen.errors import ConfigError
 
-METHODS = ("ngram", "none")
+METHODS = ("ngram", "mtp", "eagle3", "none")
+WITH_MODEL = ("eagle3",)
+"""Methods whose drafts come from files of their own."""
+DEFAULT_DRAFTS = {"ngram": 8, "mtp": 3, "eagle3": 4}
 MAX_DRAFTS = 16
 MAX_LOOKUP = 32
 FIELD = "speculative_config"
@@ -19,8 +22,10 @@ class SpeculativeConfig:
     """Names and meanings are those of vLLM's JSON."""
 
     method: str = "ngram"
-    num_speculative_tokens: int = 8
-    """Most drafts of a request in a step."""
+    model: str | None = None
+    """The folder of a drafter's own files."""
+    num_speculative_tokens: int | None = None
+    """Most drafts of a request in a step; None: what suits the method."""
     prompt_lookup_min: int = 2
     """Tokens at the end of a text that must have stood somewhere before."""
     prompt_lookup_max: int = 8
@@ -29,7 +34,14 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise _error(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
-        _check_number("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise _error(f"model must be the folder of a drafter, not {self.model!r:.80}")
+        if self.method in WITH_MODEL and self.model is None:
+            raise _error(f"method {self.method} needs model, the folder of its files")
+        if self.method not in WITH_MODEL and self.model is not None:
+            raise _error(f"model is for {', '.join(WITH_MODEL)}; {self.method} has none")
+        if self.num_speculative_tokens is not None:
+            _check_number("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
         _check_number("prompt_lookup_min", self.prompt_lookup_min, MAX_LOOKUP)
         _check_number("prompt_lookup_max", self.prompt_lookup_max, MAX_LOOKUP)
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -40,12 +52,14 @@ class SpeculativeConfig:
 
     @property
     def num_drafts(self) -> int:
-        return 0 if self.method == "none" else self.num_speculative_tokens
+        if self.method == "none":
+            return 0
+        return self.num_speculative_tokens or DEFAULT_DRAFTS[self.method]
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
     """From JSON, or the name of a method alone. Raises ConfigError."""
-    if text in METHODS:
+    if text in METHODS and text not in WITH_MODEL:
         return SpeculativeConfig(method=text)
     try:
         given: Any = json.loads(text)

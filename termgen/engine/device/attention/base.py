@@ -7,7 +7,7 @@ one process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -68,6 +68,10 @@ class ForwardContext:
     """[N] int64: the tokens whose hidden states are asked for; None for all."""
     recurrent: RecurrentStep | None = None
     """For models with recurrent layers."""
+    kept_layers: tuple[int, ...] = ()
+    """Layers whose inputs are asked for, in rising order."""
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """The residual stream ahead of each of them [T, hidden], filled by the pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

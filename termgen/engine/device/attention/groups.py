@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -90,6 +91,12 @@ class GroupedAttention:
     def cache_of(self, layer: int) -> int:
         """The layer's place among `empty_caches`."""
         return sum(other < layer for other in self._places)
+
+    def behind(self, num_layers: int) -> GroupedAttention:
+        """The same, with the layers behind so many counted from zero: those of a drafter."""
+        shifted = copy(self)
+        shifted._places = {layer - num_layers: place for layer, place in self._places.items()}
+        return shifted
 
     def backend_of(self, layer: int) -> AttentionBackend:
         return self._backends[self.group_of(layer)]

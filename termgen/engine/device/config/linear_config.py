@@ -33,7 +33,8 @@ class LinearAttention:
         return len(self.layers) * self.num_v_heads * self.k_dim * self.v_dim
 
 
-def linear_attention(read: ConfigReader, num_layers: int) -> LinearAttention:
+def linear_attention(read: ConfigReader, num_layers: int) -> LinearAttention | None:
+    """None for a model all of whose layers have attention."""
     kinds = read.get("layer_types")
     if kinds is None:
         every = read.integer("full_attention_interval", default=4)
@@ -46,9 +47,10 @@ def linear_attention(read: ConfigReader, num_layers: int) -> LinearAttention:
     for kind in kinds:
         if kind not in ("linear_attention", "full_attention"):
             raise UnsupportedModelError(f"config.json: layer_types has {kind!r}, not supported")
-    for kind in ("linear_attention", "full_attention"):
-        if kind not in kinds:
-            read.fail("layer_types", f"has no {kind}, of which models of this family have some")
+    if "full_attention" not in kinds:
+        read.fail("layer_types", "has no full_attention, of which models of this family have some")
+    if "linear_attention" not in kinds:
+        return None
     num_k_heads = read.integer("linear_num_key_heads")
     num_v_heads = read.integer("linear_num_value_heads")
     if num_v_heads % num_k_heads:

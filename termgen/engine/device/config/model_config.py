@@ -68,6 +68,8 @@ _QWEN3_5_WEIGHTS: WeightPrefixes = (
     *((name, None) for name in ("model.visual.", "mtp.")),
     ("", ""),
 )
+MTP_WEIGHTS: WeightPrefixes = (("mtp.", "mtp."), ("", None))
+"""The same for the layer behind a model's own."""
 _QWEN3_NEXT_WEIGHTS: WeightPrefixes = (("mtp.", None), ("", ""))
 
 
@@ -136,6 +138,8 @@ class ModelConfig:
     moe: MoeConfig | None = None
     linear: LinearAttention | None = None
     """Set for families some of whose layers are recurrent."""
+    num_mtp_layers: int = 0
+    """Layers behind the model's own that guess further tokens, where a checkpoint has them."""
     differences: LayerDifferences = LayerDifferences()
     per_layer_inputs: PerLayerInputs | None = None
     streams: ResidualStreams | None = None
@@ -322,6 +326,7 @@ class ModelConfig:
             overflows_float16=family.overflows_float16,
             moe=family.moe(read, num_layers) if family.moe is not None else None,
             linear=family.linear(read, num_layers) if family.linear is not None else None,
+            num_mtp_layers=family.num_mtp_layers,
             differences=family.differences,
             per_layer_inputs=family.per_layer_inputs,
             streams=family.streams,
@@ -370,8 +375,9 @@ class _Family:
     streams: ResidualStreams | None = None
     moe: Callable[[ConfigReader, int], MoeConfig] | None = None
     """Reads the experts, given the number of layers."""
-    linear: Callable[[ConfigReader, int], LinearAttention] | None = None
+    linear: Callable[[ConfigReader, int], LinearAttention | None] | None = None
     """Reads the recurrent layers, given the number of layers."""
+    num_mtp_layers: int = 0
 
 
 def _llama(read: ConfigReader) -> _Family:
@@ -466,6 +472,7 @@ def _qwen3_5(read: ConfigReader) -> _Family:
         partial_rotary=_QWEN3_5_ROTARY,
         weight_prefixes=_QWEN3_5_WEIGHTS,
         linear=linear_attention,
+        num_mtp_layers=read.integer("mtp_num_hidden_layers", default=1, least=0),
     )
 
 
@@ -474,8 +481,9 @@ def _qwen3_5_moe(read: ConfigReader) -> _Family:
 
 
 def _qwen3_next(read: ConfigReader) -> _Family:
-    def linear(read: ConfigReader, num_layers: int) -> LinearAttention:
-        return replace(linear_attention(read, num_layers), is_by_k_head=True)
+    def linear(read: ConfigReader, num_layers: int) -> LinearAttention | None:
+        found = linear_attention(read, num_layers)
+        return None if found is None else replace(found, is_by_k_head=True)
 
     weights, experts = _QWEN3_NEXT_WEIGHTS, qwen3_next_experts
     return replace(_qwen3_5(read), weight_prefixes=weights, moe=experts, linear=linear)

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.engine.device.drafting.base import DraftedRows
-from termgen.engine.device.drafting.payoff import DraftPayoff
-from termgen.engine.device.sampling.metadata import HAS_GRAMMAR
+from termgen.engine.device.drafting.paying import PayingDrafter
 from termgen.vocabulary.step import StepPlan
 
 KIND_FROM = (1, 3, 6)
@@ -22,37 +21,19 @@ KIND_FROM = (1, 3, 6)
 of them, the more often it is right."""
 
 
-class NgramDrafter:
+class NgramDrafter(PayingDrafter):
     """Searches in memory that the host reads: for a CPU."""
 
     def __init__(self, num_tokens: int, *, num_slots: int, shortest: int, longest: int) -> None:
         """shortest, longest: tokens that must have been there before."""
-        self.num_tokens = num_tokens
+        super().__init__(num_tokens, num_slots=num_slots, num_kinds=len(KIND_FROM))
         self._shortest, self._longest = shortest, longest
-        self._payoff = DraftPayoff(num_slots, len(KIND_FROM))
-        self._kinds = np.zeros(num_slots, np.int64)
-        """Kind of each row's drafts."""
-        self._lengths = np.zeros(num_slots, np.int64)
-        """Tokens of each row when its step began."""
 
     def step_ended(self, plan: StepPlan, took_ns: int, state: DraftedRows) -> None:
-        """See `Drafter`. Rows under a grammar get none: the host masks one place of a row."""
-        for added in plan.added:
-            self._payoff.begin(added.slot)
-            self._lengths[added.slot] = len(added.token_ids)
-        lengths = state.total_len.numpy()
-        slots, is_over = plan.slots, state.finished.numpy()[plan.slots]
-        gained = lengths[slots] - self._lengths[slots]
-        self._lengths[slots] = lengths[slots]
-        for row in np.flatnonzero((gained > 0) & ~is_over).tolist():
-            slot, num_drafts = int(slots[row]), int(plan.num_draft_tokens[row])
-            kind = int(self._kinds[slot])
-            self._payoff.note_row(slot, num_drafts, int(gained[row]) - 1, kind)
-        if plan.is_decode:
-            self._payoff.note_step(plan.total_tokens, took_ns)
-        state.num_drafts.numpy()[slots] = 0
-        kinds = state.edit_kinds.numpy()[slots] & HAS_GRAMMAR
-        self._write(slots[(gained > 0) & ~is_over & (kinds == 0)], int((~is_over).sum()), state)
+        """See `Drafter`."""
+        slots, num_rows = self._learn(plan, took_ns, state)
+        state.num_drafts.numpy()[plan.slots] = 0
+        self._write(slots, num_rows, state)
 
     def _write(self, slots: npt.NDArray[np.int32], num_rows: int, state: DraftedRows) -> None:
         ids, lengths = state.token_ids.numpy(), state.total_len.numpy()

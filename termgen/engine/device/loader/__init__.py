@@ -29,13 +29,14 @@ __all__ = [
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a folder with config.json and safetensors, or a .gguf file."""
+def open_checkpoint(path: Path | str, *, mtp: bool = False) -> Checkpoint:
+    """Open a folder with config.json and safetensors, or a .gguf file. mtp: for the tensors of its
+    MTP layer alone, under `mtp.`; there may be none."""
     path = Path(path)
     if path.is_dir():
         from termgen.engine.device.loader.safetensors_file import FolderCheckpoint
 
-        return FolderCheckpoint(path)
+        return FolderCheckpoint(path, mtp=mtp)
     check_exists(path)
     if path.suffix.lower() == ".json":
         raise ModelNotFoundError(f"{path} describes a model without weights: use load_format=dummy")
@@ -43,7 +44,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         raise ModelNotFoundError(f"{path} is not a whole model: give the folder it is in")
     from termgen.engine.device.loader.gguf_checkpoint import GGUFCheckpoint
 
-    return GGUFCheckpoint(path)
+    return GGUFCheckpoint(path, mtp=mtp)
 
 
 def is_in_blocks(path: Path | str) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from termgen.engine.device.config.layer_differences import LayerDifferences
 from termgen.engine.device.loader.gguf_config import generation_config, hf_config
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 from termgen.engine.device.config.model_config import ModelConfig
 
+Parsed = TypeVar("Parsed")
 MAX_CONFIG_BYTES = 1 << 24
 MAX_INDEX_BYTES = 1 << 26
 MODELOPT_CONFIG = "hf_quant_config.json"
@@ -79,7 +80,7 @@ def parse_config(
     """The configuration's meaning, with the file's name in front of its errors."""
     from termgen.engine.device.config.model_config import ModelConfig, is_known
 
-    try:
+    def parse() -> ModelConfig:
         if model_impl == "termgen" or (model_impl == "auto" and is_known(config)):
             return ModelConfig.from_hf(config)
         from termgen.engine.device.models.transformers_config import (
@@ -87,8 +88,18 @@ def parse_config(
         )
 
         return read_transformers_config(config)
+
+    return parsed(source, parse)
+
+
+def parsed(source: Path, parse: Callable[[], Parsed]) -> Parsed:
+    """What `parse` returns, with the file's name in front of its errors."""
+    try:
+        return parse()
     except ModelError as error:
         reason = str(error).removeprefix("config.json: ")
+        if reason.startswith(str(source)):
+            raise
         raise type(error)(f"{source}: {reason}") from error
 
 

@@ -52,10 +52,14 @@ class _Source:
 class GGUFCheckpoint:
     """A `Checkpoint` from one .gguf file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, mtp: bool = False) -> None:
+        """mtp: the tensors of its MTP layer alone."""
         self._file = GGUFFile.open(path)
         try:
             self.config: ModelConfig = parse_config(hf_config(self._file), path)
+            if mtp:
+                self._sources: dict[str, _Source] = {}
+                return
             self._sources = self._all_sources()
             shapes = {name: source.shape for name, source in self._sources.items()}
             check_sizes(self.config, shapes, path)

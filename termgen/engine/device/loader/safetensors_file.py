@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from termgen.engine.device.config.config_reader import ConfigReader
-from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.config.model_config import MTP_WEIGHTS, ModelConfig
 from termgen.engine.device.config.stored_weights import (
     KEYS,
     MXFP4,
@@ -173,10 +173,12 @@ class WeightFiles:
 class FolderCheckpoint(WeightFiles):
     """A `Checkpoint` from a folder with config.json and safetensors."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, mtp: bool = False) -> None:
+        """mtp: the tensors of its MTP layer alone."""
         source = folder / "config.json"
         raw = read_config(source)
         self.config: ModelConfig = parse_config(raw, source)
+        self._prefixes = MTP_WEIGHTS if mtp else self.config.weight_prefixes
         stored = _stored_weights(raw)
         super().__init__(folder, quantized=stored is not None)
         self._quantized: dict[str, QuantizedTensor] = {}
@@ -200,7 +202,8 @@ class FolderCheckpoint(WeightFiles):
                 self._stored[ours] = name
             elif name.endswith(_BLOCKS):
                 self._stored[ours.removesuffix(_BLOCKS)] = stem
-        check_sizes(self.config, {name: self.shape(name) for name in self.names()}, folder)
+        if not mtp:
+            check_sizes(self.config, {name: self.shape(name) for name in self.names()}, folder)
 
     @property
     def nbytes(self) -> int:
@@ -260,7 +263,7 @@ class FolderCheckpoint(WeightFiles):
 
     def _own(self, stored: str) -> str | None:
         """The model's name of a tensor in the files; None if it is another model's."""
-        for prefix, ours in self.config.weight_prefixes:
+        for prefix, ours in self._prefixes:
             if stored.startswith(prefix):
                 return None if ours is None else ours + stored.removeprefix(prefix)
         return None

@@ -264,7 +264,9 @@ class CausalDecoder(nn.Module):
         """
         carried = self.begin(input_ids, positions)
         normed = self.first_input(carried)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if number in ctx.kept_layers:
+                ctx.kept.append(carried.residual.clone())
             normed = layer(normed, carried, ctx)
         return normed
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from termgen.engine.device.attention.groups import GroupedAttention
     from termgen.engine.device.kernels.gemm.small_gemm_config import Tuned
+    from termgen.engine.device.layers.linear import Build
     from termgen.engine.device.layers.ops import LayerOps
     from termgen.engine.device.models.decoder import CausalDecoder
     from termgen.engine.device.recurrent.base import GatedDeltaNet
@@ -82,13 +83,33 @@ def build_model(
     """
     if config.architecture not in MODELS:
         raise unsupported_architecture(config.architecture)
+    if device.type == "cpu":
+        check_memory(config.num_parameters * _BYTES.get(quantization or "", dtype.itemsize))
+    build = make_build(
+        config, dtype=dtype, device=device, quantization=quantization, ops=ops, tuned=tuned
+    )
+    model: CausalDecoder = resolve_name(MODELS[config.architecture])(
+        config, build, attention, recurrent
+    )
+    return model
+
+
+def make_build(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None,
+    ops: LayerOps,
+    tuned: Tuned | None = None,
+) -> Build:
+    """How the layers of a model, and of a head that drafts for it, store and multiply weights.
+    Raises ConfigError."""
     if quantization not in LINEAR_METHODS:
         known = ", ".join(name for name in LINEAR_METHODS if name)
         raise ConfigError(
             f"quantization {quantization!r} is not known; known are {known}", param="quantization"
         )
-    if device.type == "cpu":
-        check_memory(config.num_parameters * _BYTES.get(quantization or "", dtype.itemsize))
     import torch  # seconds
 
     from termgen.engine.device.layers.linear import Build, FloatLinear
@@ -98,13 +119,13 @@ def build_model(
         check_quantization(quantization, device)
         groups = resolve_name(_GROUPS_ON_A_GPU)()
         is_q4 = quantization == "q4"
-        build = Build(
+        return Build(
             *(dtype, device, groups.in_4_bits if is_q4 else groups, ops),
             make_experts=groups.experts_in_4_bits if is_q4 else groups.experts,
             router_method=_linear_method(None, device, tuned),
             table_method=groups,
         )
-    elif quantization == "fp8":
+    if quantization == "fp8":
         check_quantization("fp8", device, torch.float8_e4m3fn)
         if config.moe is not None:
             raise ConfigError(
@@ -112,21 +133,16 @@ def build_model(
                 param="quantization",
             )
         floats = _linear_method(None, device, tuned)
-        build = Build(dtype, device, _linear_method("fp8", device)(), ops, table_method=floats)
-    else:
-        method = _linear_method(quantization, device, tuned)
-        is_float = quantization is None
-        build = Build(
-            *(dtype, device, method, ops),
-            make_experts=None if is_float else partial(MatrixList, make_method=method),
-            # A little off, a router picks other experts.
-            router_method=None if is_float else FloatLinear,
-            table_method=_linear_method("int8", device) if quantization == "q4" else method,
-        )
-    model: CausalDecoder = resolve_name(MODELS[config.architecture])(
-        config, build, attention, recurrent
+        return Build(dtype, device, _linear_method("fp8", device)(), ops, table_method=floats)
+    method = _linear_method(quantization, device, tuned)
+    is_float = quantization is None
+    return Build(
+        *(dtype, device, method, ops),
+        make_experts=None if is_float else partial(MatrixList, make_method=method),
+        # A little off, a router picks other experts.
+        router_method=None if is_float else FloatLinear,
+        table_method=_linear_method("int8", device) if quantization == "q4" else method,
     )
-    return model
 
 
 def _linear_method(

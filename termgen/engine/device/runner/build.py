@@ -21,7 +21,6 @@ from termgen.engine.device.attention.base import AttentionShape
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.drafting.base import Drafter
-from termgen.engine.device.drafting.ngram import NgramDrafter
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.kernels.gemm.tuned_tables import TunedTables
 from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
@@ -31,7 +30,7 @@ from termgen.engine.device.loader.transformers_weights import build_transformers
 from termgen.engine.device.loader.weights import load_dummy, load_weights
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.pieces import PiecewiseModel
-from termgen.engine.device.models.registry import build_model, check_memory
+from termgen.engine.device.models.registry import build_model, check_memory, make_build
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
 from termgen.engine.device.recurrent.base import GatedDeltaNet
 from termgen.engine.device.recurrent.torch_delta import TorchGatedDelta
@@ -45,6 +44,7 @@ from termgen.engine.device.runner.dispatch import (
     piecewise_sizes,
 )
 from termgen.engine.device.runner.make_attention import make_attention
+from termgen.engine.device.runner.make_drafter import load_head, make_drafter, read_drafts
 from termgen.engine.device.runner.memory import MemoryAccount, MemoryMeter, make_meter, weight_bytes
 from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.piecewise_graphs import Recorder
@@ -53,7 +53,6 @@ from termgen.engine.device.runner.warm_up import dummy_run, run_largest_steps, w
 from termgen.engine.device.runner.weight_reads import weight_reads
 from termgen.errors import ConfigError, ModelNotFoundError
 from termgen.vocabulary.cache_groups import tokens_held
-from termgen.vocabulary.device.speculation import FIELD, parse_speculative_config
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.model_info import DeviceInfo
 from termgen.vocabulary.sampling_params import MAX_EOS_IDS
@@ -94,8 +93,12 @@ def build_runner(
     quantization = resolve.resolve_quantization(config, model_config, device, path)
     memory = MemoryAccount(meter_for(device), config, where=str(device))
     memory.check_others()
+    drafts = read_drafts(config, path, model_config, device)
+    head_config = None if drafts is None else drafts.head
     with memory.making("workspace"):
-        attention, shape, passed_over = make_attention(config, model_config, limits, dtype, device)
+        attention, shape, passed_over = make_attention(
+            config, model_config, limits, dtype, device, head_config
+        )
     if passed_over and device.type == "cuda":  # a CPU has no faster backend
         logger.warning("%s; using %s", passed_over, attention.name)
 
@@ -110,9 +113,30 @@ def build_runner(
         model = load_model(
             config, path, model_config, attention, shape, progress, quantization, tuned, recurrent
         )
+        head = None
+        if head_config is not None:
+            assert isinstance(model, CausalDecoder)
+            build = make_build(
+                model_config,
+                dtype=dtype,
+                device=device,
+                quantization=quantization,
+                ops=_make_ops(shape),
+                tuned=tuned,
+            )
+            head = load_head(config, path, head_config, model, build, attention)
     memory.weights, memory.reads = weight_bytes(model), weight_reads(model, device)
+    drafter = None
+    if drafts is not None:
+        assert shape.block_size is not None
+        block_size = shape.block_size
+        drafter = make_drafter(
+            drafts, head, attention, limits, block_size=block_size, device=device
+        )
+    if head is not None:
+        memory.weights += weight_bytes(head)
     with memory.making("workspace"):
-        runner = _make_runner(config, model, model_config, attention, shape, limits)
+        runner = _make_runner(config, model, model_config, attention, shape, limits, drafter)
         runner.init_kv_cache(2)  # enough for steps that compute nothing
     dispatcher = choose_graphs(
         config, limits, device_type=device.type, attention=attention, model=model
@@ -169,6 +193,7 @@ def _make_runner(
     attention: GroupedAttention,
     shape: AttentionShape,
     limits: resolve.Limits,
+    drafter: Drafter | None,
 ) -> ModelRunner:
     assert shape.block_size is not None
     return ModelRunner(
@@ -186,27 +211,7 @@ def _make_runner(
         spins=resolve.resolve_wait(config.device_wait),
         debug=config.debug,
         caches_states=config.enable_prefix_caching,
-        drafter=make_drafter(config, shape.device, limits.max_num_seqs),
-    )
-
-
-def make_drafter(config: EngineConfig, device: torch.device, max_num_seqs: int) -> Drafter | None:
-    """Raises ConfigError where drafts were asked for and cannot be made."""
-    if config.speculative_config is None:
-        return None
-    wanted = parse_speculative_config(config.speculative_config)
-    if not wanted.num_drafts:
-        return None
-    why_not = ""
-    if device.type != "cpu":
-        why_not = "drafts are made on a CPU only so far"
-    if why_not:
-        raise ConfigError(f"{FIELD}: {why_not}; leave it out", param=FIELD)
-    return NgramDrafter(
-        wanted.num_drafts,
-        num_slots=max_num_seqs,
-        shortest=wanted.prompt_lookup_min,
-        longest=wanted.prompt_lookup_max,
+        drafter=drafter,
     )
 
 
@@ -269,6 +274,7 @@ def _describe(
         num_cores=len(resolve.usable_cpus()),
         quantization=quantization,
         num_drafts=0 if runner.drafter is None else runner.drafter.num_tokens,
+        num_drafts_ahead=0 if runner.draft_model is None else runner.draft_model.num_ahead,
     )
 
 

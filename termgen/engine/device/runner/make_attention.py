@@ -15,6 +15,7 @@ from termgen.engine.device.attention.base import (
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.attention.registry import make_backends
 from termgen.engine.device.config.cache_spec import group_layers
+from termgen.engine.device.config.head_config import HeadConfig
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 from termgen.engine.device.runner import resolve
@@ -27,17 +28,19 @@ def make_attention(
     limits: resolve.Limits,
     dtype: torch.dtype,
     device: torch.device,
+    head: HeadConfig | None = None,
 ) -> tuple[GroupedAttention, AttentionShape, str]:
     """The attention, the shape of the first kind of layer with its block size settled, and why a
-    faster backend was passed over, or "". Raises ConfigError."""
+    faster backend was passed over, or "". head: of layers behind the model's. Raises
+    ConfigError."""
     backends, shapes, passed_over = make_backends(
-        config.attention_backend, attention_shapes(config, model, limits, dtype, device)
+        config.attention_backend, attention_shapes(config, model, limits, dtype, device, head)
     )
     shape = shapes[0]
     assert shape.block_size is not None
-    groups = group_layers(
-        model.layer_caches, block_size=shape.block_size, max_model_len=limits.max_model_len
-    )
+    of_head = () if head is None else head.layers.layer_caches
+    caches = (*model.layer_caches, *of_head)
+    groups = group_layers(caches, block_size=shape.block_size, max_model_len=limits.max_model_len)
     return GroupedAttention.of_shapes(backends, shapes, groups), shape, passed_over
 
 
@@ -47,15 +50,20 @@ def attention_shapes(
     limits: resolve.Limits,
     dtype: torch.dtype,
     device: torch.device,
+    head: HeadConfig | None = None,
 ) -> list[AttentionShape]:
     """One for each number and size of key heads among the layers."""
     windows: dict[tuple[int, int], dict[Window | None, None]] = {}
-    for spec in model.layer_caches:
-        if spec is not None:
-            windows.setdefault(spec.heads, {})[spec.window] = None
+    num_heads: dict[tuple[int, int], int] = {}
+    models = [model] if head is None else [model, head.layers]
+    for of_model in models:
+        for spec in of_model.layer_caches:
+            if spec is not None:
+                windows.setdefault(spec.heads, {})[spec.window] = None
+                num_heads.setdefault(spec.heads, of_model.num_heads)
     return [
         AttentionShape(
-            num_heads=model.num_heads,
+            num_heads=num_heads[num_kv_heads, head_dim],
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             windows=tuple(of_these),
@@ -65,15 +73,17 @@ def attention_shapes(
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype(config.kv_cache_dtype, dtype),
             device=device,
-            needs=attention_needs(model),
+            needs=attention_needs(*models),
         )
         for (num_kv_heads, head_dim), of_these in windows.items()
     ]
 
 
-def attention_needs(config: ModelConfig) -> frozenset[str]:
-    """What attention has to compute for such a model beyond the common form."""
-    sizes = {spec.numbers for spec in config.layer_caches if spec is not None}
+def attention_needs(config: ModelConfig, *others: ModelConfig) -> frozenset[str]:
+    """What attention has to compute for such a model beyond the common form. others: of whose
+    layers its heads consist."""
+    caches = [spec for model in (config, *others) for spec in model.layer_caches]
+    sizes = {spec.numbers for spec in caches if spec is not None}
     needs = {
         SOFTCAP: config.attention_softcap is not None,
         SINKS: config.has_sinks,

@@ -22,7 +22,7 @@ from termgen.engine.device.attention.base import ForwardContext
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.drafting.acceptance import Samples, keep_drawn
-from termgen.engine.device.drafting.base import Drafter
+from termgen.engine.device.drafting.base import Drafter, DraftModel, TargetStates
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.kernels.kv_cache import fill_with_nan
 from termgen.engine.device.models.decoder import CausalDecoder
@@ -79,6 +79,8 @@ class ModelOutput:
     """See `StepTensors`."""
     samples: Samples | None = None
     """See `InputBatch`."""
+    drafted: tuple[InputBatch, TargetStates] | None = None
+    """What a drafter that is a model reads."""
     span_ns: tuple[int, int] = (0, 0)
     """On a CPU, perf_counter_ns when the model began and when it had ended. A GPU runs the model
     later than the host calls it."""
@@ -167,6 +169,11 @@ class ModelRunner:
             max_rows=max_num_seqs, vocab_size=self.config.vocab_size, device=self.device
         )
         self._gather = self.fused_sampler.gather_logprobs
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """What runs behind every step, of a drafter that is a model."""
+        return None if self.drafter is None else self.drafter.model
 
     @property
     def uses_kernels(self) -> bool:
@@ -374,16 +381,20 @@ class ModelRunner:
         batch = self.buffers.prepare(plan, self.state)
         is_timed = self.device.type == "cpu"
         began_ns = time.perf_counter_ns() if is_timed else 0
-        hidden = self._hidden(batch, None if plan.prompt_spans else batch.logits_indices)
+        needs_all = bool(plan.prompt_spans) or self.draft_model is not None
+        wanted = None if needs_all else batch.logits_indices
+        hidden, kept = self._pass(batch, wanted)
+        drafted = None if self.draft_model is None else (batch, TargetStates(hidden, kept))
         span_ns = (began_ns, time.perf_counter_ns()) if is_timed else (0, 0)
         of_prompts = None
         if plan.prompt_spans:
             of_prompts = prompt_logprobs(
                 plan, hidden, self.state, self.model.compute_logits, self._gather
             )
+        if wanted is None:
             hidden = batch.sampled(hidden)
         return ModelOutput(
-            batch.slots, batch.num_tokens, hidden, of_prompts, batch.samples, span_ns
+            batch.slots, batch.num_tokens, hidden, of_prompts, batch.samples, drafted, span_ns
         )
 
     def _launch(self, launch: Launch) -> RecordedOutput:
@@ -397,6 +408,8 @@ class ModelRunner:
             logits = self.model.compute_logits(output.hidden)
             slots, num_tokens, samples = output.slots, output.num_tokens, output.samples
             sampled = self._sample(slots, num_tokens, logits, plan.sampling, ring, samples)
+            if output.drafted is not None:
+                self._draft(*output.drafted)
             if self.drafter is not None:
                 took_ns = time.perf_counter_ns() - launch.started_ns
                 self.drafter.step_ended(plan, took_ns, self.state)
@@ -475,17 +488,31 @@ class ModelRunner:
         )
         return StepTensors(tokens, logprobs)
 
+    def _draft(self, batch: InputBatch, states: TargetStates) -> None:
+        """Run the drafter's model behind a step whose rows have their new tokens."""
+        assert self.drafter is not None and self.draft_model is not None
+        num_drafts = self.drafter.num_wanted
+        self.draft_model.draft(batch, states, self.kv_caches, self.state, num_drafts)
+
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] logits of each row's last token, in the model's type."""
         return self.model.compute_logits(self._hidden(batch, batch.logits_indices))
 
     def _hidden(self, batch: InputBatch, wanted: torch.Tensor | None) -> torch.Tensor:
         """[N, H] normed hidden states of the wanted tokens; None for all."""
+        return self._pass(batch, wanted)[0]
+
+    def _pass(
+        self, batch: InputBatch, wanted: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same, and the inputs of layers that the drafter's model reads."""
         self.attention.prepare(batch.metadata)
         context = ForwardContext(batch.metadata, self.kv_caches, wanted)
+        if self.draft_model is not None:
+            context.kept_layers = self.draft_model.kept_layers
         if self.recurrent is not None:
             assert batch.recurrent is not None
             self.recurrent.prepare(batch.recurrent)
             context.recurrent = RecurrentStep(batch.recurrent, self.states)
         hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, context)
-        return hidden
+        return hidden, context.kept

@@ -206,6 +206,8 @@ class RequestState:
         self.num_drafts.index_fill_(0, slots, 0)
         if len(self.num_taken_up):
             self.num_taken_up.index_copy_(0, slots, self.num_computed[slots])
+        # A drafter may look ahead of a row's blocks, where those of its slot's last request were.
+        self.block_tables.index_fill_(1, slots, 0)
         self._write_tokens(added)
         for row in added:
             if row.params.has_penalties:

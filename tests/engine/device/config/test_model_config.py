@@ -491,7 +491,6 @@ def test_a_qwen3_next_config_that_cannot_be_run(changes: dict[str, Any], said: s
     ("changes", "error", "said"),
     [
         ({"layer_types": ["full_attention"]}, CorruptFileError, "layer_types must be a list of 64"),
-        ({"layer_types": ["full_attention"] * 64}, CorruptFileError, "no linear_attention"),
         ({"layer_types": ["linear_attention"] * 64}, CorruptFileError, "no full_attention"),
         ({"layer_types": ["mamba"] * 64}, UnsupportedModelError, "layer_types has 'mamba'"),
         ({"linear_num_value_heads": 40}, CorruptFileError, "linear_num_value_heads is 40"),
@@ -935,3 +934,9 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(model_type:
         ), key
         num_compared += 1
     assert num_compared >= 4
+
+
+def test_a_qwen3_5_model_may_have_attention_alone() -> None:
+    text = {**QWEN3_5_TEXT, "layer_types": ["full_attention"] * 64}
+    config = ModelConfig.from_hf({**QWEN3_5, "text_config": text})
+    assert config.linear is None and config.num_mtp_layers == 1

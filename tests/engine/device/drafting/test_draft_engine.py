@@ -196,13 +196,17 @@ def test_the_engines_own_guesses_find_text_that_repeats(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("fast", "JSON object or one of ngram, none"),
+        ("fast", "JSON object or one of ngram, mtp, eagle3, none"),
         ("[3]", "JSON object"),
-        ('{"method": "eagle3"}', "method must be one of ngram, none, not 'eagle3'"),
+        ('{"method": "medusa"}', "method must be one of ngram, mtp, eagle3, none, not 'medusa'"),
+        ('{"method": "eagle3"}', "method eagle3 needs model, the folder of its files"),
+        ("eagle3", "JSON object"),
+        ('{"method": "eagle3", "model": 3}', "model must be the folder of a drafter, not 3"),
         ('{"num_speculative_tokens": 0}', "between 1 and 16, not 0"),
         ('{"num_speculative_tokens": true}', "an integer between 1 and 16"),
         ('{"num_speculative_tokens": 99}', "between 1 and 16, not 99"),
-        ('{"model": "x"}', "'model' is not known"),
+        ('{"model": "x"}', "model is for eagle3; ngram has none"),
+        ('{"draft_tp": 2}', "'draft_tp' is not known"),
         ('{"prompt_lookup_min": 9}', "prompt_lookup_min (9) is more than prompt_lookup_max (8)"),
     ],
 )

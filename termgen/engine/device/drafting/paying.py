@@ -1,0 +1,69 @@
+"""The half of a drafter that every one has: how many drafts of a row pay, from what they gave.
+
+Runs on the host, in memory that it reads: for a CPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from termgen.engine.device.drafting.base import DraftedRows, DraftModel
+from termgen.engine.device.drafting.payoff import DraftPayoff
+from termgen.engine.device.sampling.metadata import HAS_GRAMMAR
+from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.step import StepPlan
+
+
+class PayingDrafter:
+    """Learns from steps. Rows under a grammar get no drafts: the host masks one place of a row."""
+
+    model: DraftModel | None = None
+    num_wanted = 0
+
+    def __init__(self, num_tokens: int, *, num_slots: int, num_kinds: int = 1) -> None:
+        self.num_tokens = num_tokens
+        self._payoff = DraftPayoff(num_slots, num_kinds)
+        self._kinds = np.zeros(num_slots, np.int64)
+        """Kind of each row's drafts."""
+        self._lengths = np.zeros(num_slots, np.int64)
+        """Tokens of each row when its step began."""
+
+    def _learn(self, plan: StepPlan, took_ns: int, state: DraftedRows) -> tuple[IntArray, int]:
+        """Note what a step's drafts gave. Returns the slots that may get new ones, and the number
+        of the step's rows that go on."""
+        for added in plan.added:
+            self._payoff.begin(added.slot)
+            self._lengths[added.slot] = len(added.token_ids)
+        lengths = state.total_len.numpy()
+        slots, is_over = plan.slots, state.finished.numpy()[plan.slots]
+        gained = lengths[slots] - self._lengths[slots]
+        self._lengths[slots] = lengths[slots]
+        for row in np.flatnonzero((gained > 0) & ~is_over).tolist():
+            slot, num_drafts = int(slots[row]), int(plan.num_draft_tokens[row])
+            kind = int(self._kinds[slot])
+            self._payoff.note_row(slot, num_drafts, int(gained[row]) - 1, kind)
+        if plan.is_decode:
+            self._payoff.note_step(plan.total_tokens, took_ns)
+        kinds = state.edit_kinds.numpy()[slots] & HAS_GRAMMAR
+        return slots[(gained > 0) & ~is_over & (kinds == 0)], int((~is_over).sum())
+
+
+class ModelDrafter(PayingDrafter):
+    """The half of a drafter whose drafts a model makes."""
+
+    def __init__(self, model: DraftModel, num_tokens: int, *, num_slots: int) -> None:
+        super().__init__(num_tokens, num_slots=num_slots)
+        self.model = model
+        self.num_wanted = num_tokens
+
+    def step_ended(self, plan: StepPlan, took_ns: int, state: DraftedRows) -> None:
+        """See `Drafter`."""
+        num_drafts = state.num_drafts.numpy()
+        made = num_drafts.copy()
+        slots, num_rows = self._learn(plan, took_ns, state)
+        num_drafts[plan.slots] = 0
+        if len(slots):
+            most = np.full(len(slots), self.num_tokens)
+            counts = self._payoff.choose(slots, most, self._kinds[slots], num_rows)
+            self.num_wanted = int(counts.max())
+            num_drafts[slots] = np.minimum(counts, made[slots])

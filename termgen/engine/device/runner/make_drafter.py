@@ -1,0 +1,139 @@
+"""Makes the drafter that `speculative_config` asks for.
+
+Its settings and files are read before the target is built, as the layers of its model have places
+in the target's KV cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from termgen.config import EngineConfig
+from termgen.engine.device.attention.groups import GroupedAttention
+from termgen.engine.device.config.head_config import HeadConfig, eagle3_head, mtp_head
+from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.drafting.base import Drafter
+from termgen.engine.device.drafting.head_drafts import HeadDrafts
+from termgen.engine.device.drafting.ngram import NgramDrafter
+from termgen.engine.device.drafting.paying import ModelDrafter
+from termgen.engine.device.layers.linear import Build
+from termgen.engine.device.loader.checkpoint import parsed, read_config
+from termgen.engine.device.loader.head_weights import load_eagle3, load_mtp
+from termgen.engine.device.loader.weights import load_dummy
+from termgen.engine.device.models.decoder import CausalDecoder
+from termgen.engine.device.models.heads.eagle3 import Eagle3Head
+from termgen.engine.device.models.heads.mtp import MtpHead
+from termgen.engine.device.runner import resolve
+from termgen.errors import ConfigError, ModelError
+from termgen.vocabulary.device.speculation import (
+    FIELD,
+    SpeculativeConfig,
+    parse_speculative_config,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedDrafts:
+    """What was asked for, and can be made."""
+
+    settings: SpeculativeConfig
+    head: HeadConfig | None
+    """For a method whose drafts come from a model."""
+
+
+def read_drafts(
+    config: EngineConfig, path: Path, model: ModelConfig, device: torch.device
+) -> WantedDrafts | None:
+    """None without drafts. Raises ConfigError or ModelError where those asked for cannot be
+    made."""
+    if config.speculative_config is None:
+        return None
+    settings = parse_speculative_config(config.speculative_config)
+    if not settings.num_drafts:
+        return None
+    why_not = ""
+    if device.type != "cpu":
+        why_not = "drafts are made on a CPU only so far"
+    elif settings.method != "ngram" and model.transformers is not None:
+        why_not = f"{settings.method} is for models that termgen's own code runs"
+    if why_not:
+        raise ConfigError(f"{FIELD}: {why_not}; leave it out", param=FIELD)
+    try:
+        return WantedDrafts(settings, _read_head(settings, model))
+    except ModelError as error:
+        raise type(error)(f"{FIELD}: method {settings.method}: {error}") from error
+
+
+def _read_head(settings: SpeculativeConfig, model: ModelConfig) -> HeadConfig | None:
+    if settings.method == "mtp":
+        return mtp_head(model)
+    if settings.method != "eagle3":
+        return None
+    assert settings.model is not None
+    folder = Path(settings.model).expanduser()
+    source = folder / "config.json"
+    return parsed(source, lambda: eagle3_head(read_config(source), model, folder))
+
+
+def load_head(
+    config: EngineConfig,
+    path: Path,
+    head: HeadConfig,
+    target: CausalDecoder,
+    build: Build,
+    attention: GroupedAttention,
+) -> MtpHead | Eagle3Head:
+    """The head of a loaded target. attention: of the layers of both. Raises ModelError."""
+    own = attention.behind(target.config.num_layers)
+    made: MtpHead | Eagle3Head
+    try:
+        if head.method == "eagle3":
+
+            def make(has_embedding: bool, has_head: bool) -> Eagle3Head:
+                has = {"has_embedding": has_embedding, "has_head": has_head}
+                return Eagle3Head(head, target, build, own, **has)
+
+            made = load_eagle3(head, make)
+        else:
+            made = MtpHead(head, target, build, own)
+            if config.load_format == "dummy":
+                load_dummy(made, config.seed)
+            else:
+                load_mtp(path, made)
+    except ModelError as error:
+        raise type(error)(f"{FIELD}: method {head.method}: {error}") from error
+    made.finalize()
+    return made
+
+
+def make_drafter(
+    wanted: WantedDrafts,
+    head: MtpHead | Eagle3Head | None,
+    attention: GroupedAttention,
+    limits: resolve.Limits,
+    *,
+    block_size: int,
+    device: torch.device,
+) -> Drafter:
+    """head: loaded, for a method that has one."""
+    settings, num_slots = wanted.settings, limits.max_num_seqs
+    if head is None:
+        return NgramDrafter(
+            settings.num_drafts,
+            num_slots=num_slots,
+            shortest=settings.prompt_lookup_min,
+            longest=settings.prompt_lookup_max,
+        )
+    model = HeadDrafts(
+        head,
+        attention,
+        num_drafts=settings.num_drafts,
+        max_rows=num_slots,
+        max_tokens=limits.max_num_batched_tokens,
+        block_size=block_size,
+        device=device,
+    )
+    return ModelDrafter(model, settings.num_drafts, num_slots=num_slots)
