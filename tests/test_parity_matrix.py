@@ -206,8 +206,8 @@ def guess_half(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> np.ndarray:
         return num_found
 
-    monkeypatch.setattr(runner.drafter, "guess", guess)
-    monkeypatch.setattr(runner.drafter._payoff, "choose", choose)
+    monkeypatch.setattr(runner.drafts.drafter, "guess", guess)
+    monkeypatch.setattr(runner.drafts.drafter._payoff, "choose", choose)
 
 
 MODELS = ["smollm2", "hybrid", pytest.param("random", marks=pytest.mark.gpu)]
@@ -323,7 +323,7 @@ def mtp_bench(
     add_mtp(folder)
     bench = Bench(folder, most_tokens=24, method="mtp", device="cpu")
     runner = bench.parts.core.executor._runner  # type: ignore[attr-defined]
-    runner.drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
+    runner.drafts.drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
     yield bench
     bench.parts.core.executor.shutdown()
 

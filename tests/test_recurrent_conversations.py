@@ -100,7 +100,7 @@ def guess_from(engine: SyncEngine, cold: Talk) -> None:
         rest[len(tokens) % 4 :] ^= 1
         return rest, 1
 
-    drafter: Any = engine.core.executor._runner.drafter  # type: ignore[attr-defined]
+    drafter: Any = engine.core.executor._runner.drafts.drafter  # type: ignore[attr-defined]
     drafter.guess = guess
     drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
 

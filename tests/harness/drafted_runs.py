@@ -70,7 +70,7 @@ def runner_of(engine: SyncEngine) -> Any:
 
 def note_drafts(engine: SyncEngine) -> Written:
     """Have every row get all drafts, and note them."""
-    drafter, written = runner_of(engine).drafter, Written()
+    drafter, written = runner_of(engine).drafts.drafter, Written()
     drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
     ended = drafter.step_ended
 

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from termgen.engine.device.attention.base import AttentionMetadata
-from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.step import StepPlan, StepResult
 
 
 class DraftedRows(Protocol):
@@ -61,6 +62,8 @@ class DraftModel(Protocol):
 
     kept_layers: tuple[int, ...]
     """Layers of the target whose inputs it reads: see `ForwardContext`."""
+    reads_states: bool
+    """False for one that needs no `TargetStates` of any but the sampled tokens."""
     num_ahead: int
     """Positions behind a row's computed ones for which it may write keys and values. Those without
     a block go to the null block."""
@@ -90,6 +93,18 @@ class Drafter(Protocol):
     """None: `step_ended` writes the drafts."""
     num_wanted: int
     """Drafts of a row that `model` is to make at the end of the next step."""
+    lengths: Sequence[int]
+    """Numbers of drafts, one for all rows of a step, where the host cannot see how many each has;
+    none, where it can."""
+
+    def places(self, plan: StepPlan, state: DraftedRows, lengths: Sequence[int]) -> IntArray:
+        """[num_rows] most drafts that each row of a planned step computes; no more than planned
+        will be. lengths: those of `lengths` that the step can have."""
+        ...
+
+    def landed(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from a step that has landed. plan: with its places for drafts."""
+        ...
 
     def step_ended(self, plan: StepPlan, took_ns: int, state: DraftedRows) -> None:
         """Learn from a step, and write the number of drafts that each of its rows gets.

@@ -47,6 +47,8 @@ class Head(Protocol):
 class HeadDrafts:
     """A `DraftModel`."""
 
+    reads_states = True
+
     def __init__(
         self,
         head: Head,

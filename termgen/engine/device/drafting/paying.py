@@ -5,19 +5,22 @@ Runs on the host, in memory that it reads: for a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from termgen.engine.device.drafting.base import DraftedRows, DraftModel
 from termgen.engine.device.drafting.payoff import DraftPayoff
 from termgen.engine.device.sampling.metadata import HAS_GRAMMAR
 from termgen.vocabulary.request import IntArray
-from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.step import StepPlan, StepResult
 
 
 class PayingDrafter:
     """Learns from steps. Rows under a grammar get no drafts: the host masks one place of a row."""
 
     model: DraftModel | None = None
+    lengths: Sequence[int] = ()
     num_wanted = 0
 
     def __init__(self, num_tokens: int, *, num_slots: int, num_kinds: int = 1) -> None:
@@ -27,6 +30,13 @@ class PayingDrafter:
         """Kind of each row's drafts."""
         self._lengths = np.zeros(num_slots, np.int64)
         """Tokens of each row when its step began."""
+
+    def places(self, plan: StepPlan, state: DraftedRows, lengths: Sequence[int]) -> IntArray:
+        """See `Drafter`: as many as there are, so that none is computed in vain."""
+        return state.num_drafts.numpy()[plan.slots].astype(np.int32)
+
+    def landed(self, plan: StepPlan, result: StepResult) -> None:
+        """See `Drafter`: `step_ended` saw all of it."""
 
     def _learn(self, plan: StepPlan, took_ns: int, state: DraftedRows) -> tuple[IntArray, int]:
         """Note what a step's drafts gave. Returns the slots that may get new ones, and the number

@@ -25,8 +25,10 @@ NEWEST_WEIGHT = 0.25
 TOKEN_SHARE = 0.1
 """Time of one token more, in times of a step of one, where no step of that size was seen: little
 enough for a try."""
-MOST_TOKENS = 256
+MOST_TOKENS = 512
 """Sizes of steps that are kept apart."""
+NEAR = 1.25
+"""Ratio of sizes whose times tell of each other."""
 KNOWN_FROM = 2
 """Steps of a size after which its time is known: the first one may have compiled something."""
 REMEMBERED = 500
@@ -36,8 +38,17 @@ REMEMBERED = 500
 class DraftPayoff:
     """What drafts cost and give. R slots."""
 
-    def __init__(self, num_slots: int, num_kinds: int = 1) -> None:
-        """num_kinds: kinds of drafts whose chances differ, as a drafter sees them."""
+    def __init__(
+        self,
+        num_slots: int,
+        num_kinds: int = 1,
+        *,
+        token_share: float = TOKEN_SHARE,
+        remembered: int = REMEMBERED,
+    ) -> None:
+        """num_kinds: kinds of drafts whose chances differ, as a drafter sees them. token_share,
+        remembered: see `TOKEN_SHARE` and `REMEMBERED`."""
+        self._token_share, self._remembered = token_share, remembered
         self._right = np.zeros((num_slots, num_kinds))
         self._checked = np.zeros((num_slots, num_kinds))
         self._step_ns = np.zeros(MOST_TOKENS + 1)
@@ -67,7 +78,7 @@ class DraftPayoff:
         self._num_steps += 1
         if num_tokens > MOST_TOKENS:
             return
-        if self._num_steps - self._last_seen[num_tokens] > REMEMBERED:
+        if self._num_steps - self._last_seen[num_tokens] > self._remembered:
             self._num_seen[num_tokens] = 0
         self._num_seen[num_tokens] += 1
         self._last_seen[num_tokens] = self._num_steps
@@ -100,20 +111,28 @@ class DraftPayoff:
         chances = self.share_right(slots, kinds)[owners] ** (1 + places)
         order = np.argsort(-chances, kind="stable")  # a row's own are in order already
         tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
-        best = int(np.argmax(tokens / self._times(num_rows, len(order))))
+        sizes = num_rows + np.arange(1 + len(order))
+        best = int(np.argmax(tokens / self.times(sizes)))
         return np.bincount(owners[order[:best]], minlength=len(slots)).astype(np.int64)
 
-    def _times(self, first: int, more: int) -> npt.NDArray[np.float64]:
-        """[1 + more] time of steps of `first` tokens and up to `more` further ones."""
-        sizes = first + np.arange(1 + more)
-        is_fresh = self._num_steps - self._last_seen <= REMEMBERED
+    def has_seen_like(self, size: int) -> bool:
+        """True if a step of so many tokens lies between those seen, or near them."""
+        known = np.flatnonzero(self._num_seen >= KNOWN_FROM)
+        if not len(known):
+            return False
+        return bool(known[0] / NEAR <= size <= known[-1] * NEAR)
+
+    def times(self, sizes: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.float64]:
+        """Time of steps of so many tokens, in one unit for all."""
+        is_fresh = self._num_steps - self._last_seen <= self._remembered
         known = np.flatnonzero((self._num_seen >= KNOWN_FROM) & is_fresh)
         if not len(known):
-            return _guessed(sizes)
-        times = np.interp(sizes, known, self._step_ns[known])
-        return times * (_guessed(sizes) / _guessed(np.clip(sizes, known[0], known[-1])))
+            return self._guessed(sizes)
+        seen = np.interp(sizes, known, self._step_ns[known])
+        within = np.clip(sizes, known[0], known[-1])
+        times: npt.NDArray[np.float64] = seen * (self._guessed(sizes) / self._guessed(within))
+        return times
 
-
-def _guessed(sizes: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.float64]:
-    """Time of steps of these sizes, in times of a step of one token."""
-    return np.asarray(1.0 + TOKEN_SHARE * (sizes - 1), np.float64)
+    def _guessed(self, sizes: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.float64]:
+        """Time of steps of these sizes, in times of a step of one token."""
+        return np.asarray(1.0 + self._token_share * (sizes - 1), np.float64)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from termgen.engine.device.drafting.base import DraftedRows
+from termgen.engine.device.drafting.base import DraftedBatch, DraftedRows, TargetStates
 from termgen.engine.device.sampling.metadata import HAS_GRAMMAR
 
 
 class PromptLookup:
-    """Looks up drafts at the end of every step."""
+    """Looks up drafts at the end of every step: a `DraftModel` that has no layers."""
+
+    kept_layers: tuple[int, ...] = ()
+    reads_states = False
+    num_ahead = 0
 
     def __init__(
         self,
-        num_tokens: int,
         *,
         shortest: int,
         longest: int,
@@ -26,9 +29,7 @@ class PromptLookup:
         device: torch.device,
         by_kernels: bool,
     ) -> None:
-        """num_tokens: most drafts of a row. shortest, longest: tokens that must have been there
-        before."""
-        self.num_tokens = num_tokens
+        """shortest, longest: tokens that must have been there before."""
         self._shortest, self._longest = shortest, longest
         self._workspace = None
         if by_kernels:
@@ -38,29 +39,24 @@ class PromptLookup:
                 max_rows=max_rows, max_model_len=max_model_len, device=device
             )
 
-    def draft(self, slots: torch.Tensor, state: DraftedRows) -> None:
-        """Write drafts behind the tokens of these rows, and their number. Rows under a grammar get
-        none: the host masks one place of a row. slots: [B] int64."""
+    def draft(
+        self,
+        batch: DraftedBatch,
+        states: TargetStates,
+        kv_caches: list[torch.Tensor],
+        rows: DraftedRows,
+        num_drafts: int,
+    ) -> None:
+        """See `DraftModel`. Rows under a grammar get no drafts: the host masks one place of a
+        row."""
+        lengths = {"shortest": self._shortest, "longest": self._longest}
         if self._workspace is None:
-            look_up_with_torch(
-                slots,
-                state,
-                num_drafts=self.num_tokens,
-                shortest=self._shortest,
-                longest=self._longest,
-            )
+            look_up_with_torch(batch.slots, rows, num_drafts=num_drafts, **lengths)
             return
         # Fast path, skip on a first reading: the same in one kernel.
         from termgen.engine.device.kernels.drafting.prompt_lookup import look_up
 
-        look_up(
-            slots,
-            state,
-            self._workspace,
-            num_drafts=self.num_tokens,
-            shortest=self._shortest,
-            longest=self._longest,
-        )
+        look_up(batch.slots, rows, self._workspace, num_drafts=num_drafts, **lengths)
 
 
 def look_up_with_torch(

@@ -66,6 +66,8 @@ class Launch:
     num_late_compiles: int = 0
     num_drafted: IntArray | None = None
     """See `StepResult`."""
+    on_landing: Callable[[StepResult], None] | None = None
+    """Called with the result, in the thread that asks for it."""
 
 
 class HostRows(NamedTuple):
@@ -73,6 +75,22 @@ class HostRows(NamedTuple):
 
     tokens: IntArray  # [num_samples]
     logprobs: StepLogprobs | None = None
+    drafts: IntArray | None = None
+    """[num_rows] of a step in which every row has places for as many: those that were there. Each
+    row has a sample for each of its places, and one more."""
+
+    def of_drafts(self) -> HostRows:
+        """The samples behind drafts that were there alone, and each row's first one."""
+        if self.drafts is None:
+            return self
+        places = np.arange(len(self.tokens) // len(self.drafts))
+        counted = np.flatnonzero(places <= self.drafts[:, None])
+        logprobs = self.logprobs and StepLogprobs(
+            self.logprobs.token_ids[counted],
+            self.logprobs.logprobs[counted],
+            self.logprobs.ranks[counted],
+        )
+        return HostRows(self.tokens[counted], logprobs, self.drafts)
 
 
 class RecordedOutput:
@@ -88,7 +106,10 @@ class RecordedOutput:
         """Wait for the end of the step, with the GIL released, and return numpy arrays."""
         if self._device_end is not None:
             self._device_end.synchronize()
-        tokens, kept = self._rows
+        tokens, kept, drafts = self._rows.of_drafts()
+        if drafts is not None:
+            self._launch.plan = self._launch.plan.with_drafts(drafts)
+            self._launch.num_drafted = self._launch.plan.num_draft_tokens
         logprobs = kept and StepLogprobs(
             kept.token_ids.copy(), kept.logprobs.copy(), kept.ranks.copy()
         )
@@ -115,7 +136,7 @@ class RecordedOutput:
             is_sampled = tokens >= 0
             corrupt = by_row(plan, tokens == CORRUPT_TOKEN).nonzero()[0].astype(np.int32)
             num_sampled, tokens = by_row(plan, is_sampled), tokens[is_sampled]
-        return StepResult(
+        result = StepResult(
             step_id=plan.step_id,
             num_sampled=num_sampled,
             token_ids=tokens,
@@ -132,6 +153,9 @@ class RecordedOutput:
             seen_ns=seen_ns,
             model_span_ns=launch.model_span_ns,
         )
+        if launch.on_landing is not None:
+            launch.on_landing(result)
+        return result
 
 
 def by_row(plan: StepPlan, are: npt.NDArray[np.bool_]) -> IntArray:

@@ -37,8 +37,10 @@ from termgen.engine.device.recurrent.torch_delta import TorchGatedDelta
 from termgen.engine.device.runner import resolve
 from termgen.engine.device.runner.cuda_graphs import CudaRecorder, FullGraphs, RecordingError
 from termgen.engine.device.runner.dispatch import (
+    MOST_DRAFTED_TOKENS,
     CudaGraphDispatcher,
     decode_sizes,
+    drafted_sizes,
     mixed_sizes,
     most_recorded_tokens,
     piecewise_sizes,
@@ -97,7 +99,13 @@ def build_runner(
     head_config = None if drafts is None else drafts.head
     with memory.making("workspace"):
         attention, shape, passed_over = make_attention(
-            config, model_config, limits, dtype, device, head_config
+            config,
+            model_config,
+            limits,
+            dtype,
+            device,
+            head_config,
+            max_queries=1 if drafts is None else 1 + drafts.settings.num_drafts,
         )
     if passed_over and device.type == "cuda":  # a CPU has no faster backend
         logger.warning("%s; using %s", passed_over, attention.name)
@@ -139,7 +147,12 @@ def build_runner(
         runner = _make_runner(config, model, model_config, attention, shape, limits, drafter)
         runner.init_kv_cache(2)  # enough for steps that compute nothing
     dispatcher = choose_graphs(
-        config, limits, device_type=device.type, attention=attention, model=model
+        config,
+        limits,
+        device_type=device.type,
+        attention=attention,
+        model=model,
+        drafter=drafter,
     )
     if runner.uses_kernels:
         progress = report(COMPILING_KERNELS)
@@ -247,6 +260,7 @@ def _describe(
     quantization: str | None,
 ) -> DeviceInfo:
     device = runner.device
+    drafter = None if runner.drafts is None else runner.drafts.drafter
     asynchronous = config.async_scheduling
     if asynchronous is None:
         asynchronous = device.type == "cuda"
@@ -273,8 +287,8 @@ def _describe(
         num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
         num_cores=len(resolve.usable_cpus()),
         quantization=quantization,
-        num_drafts=0 if runner.drafter is None else runner.drafter.num_tokens,
-        num_drafts_ahead=0 if runner.draft_model is None else runner.draft_model.num_ahead,
+        num_drafts=0 if drafter is None else drafter.num_tokens,
+        num_drafts_ahead=0 if drafter is None or drafter.model is None else drafter.model.num_ahead,
     )
 
 
@@ -395,6 +409,7 @@ def choose_graphs(
     device_type: str,
     attention: GroupedAttention,
     model: object,
+    drafter: Drafter | None = None,
 ) -> CudaGraphDispatcher:
     """The sizes of each kind of recording, or the reason for none.
 
@@ -406,6 +421,8 @@ def choose_graphs(
     has_pieces = "PIECEWISE" in graph_modes and isinstance(model, PiecewiseModel)
     if isinstance(model, CausalDecoder) and not model.can_be_cut:
         has_pieces = False
+    if drafter is not None and drafter.model is not None and drafter.model.reads_states:
+        has_pieces = False  # which leave the states of each row's last token alone
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
 
     def none(reason: str) -> CudaGraphDispatcher:
@@ -431,10 +448,12 @@ def choose_graphs(
         why = f"{attention.name} attention cannot be recorded"
         return none(why) if mode == "full_decode_only" or not has_pieces else pieces(why)
     is_both = mode == "full_and_piecewise" and has_pieces
+    sizes, lengths = decode_sizes(seqs), () if drafter is None else drafter.lengths
     return CudaGraphDispatcher(
-        decode_sizes(seqs),
+        sizes,
         mixed=mixed_sizes(tokens) if mode == "full" else (),
         piecewise=piecewise_sizes(seqs, tokens) if is_both else (),
+        drafted=drafted_sizes(sizes, lengths, min(MOST_DRAFTED_TOKENS, tokens)),
         max_num_seqs=seqs,
     )
 

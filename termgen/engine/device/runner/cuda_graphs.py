@@ -209,7 +209,9 @@ class FullGraphs:
 
     def dispatch(self, plan: StepPlan) -> Dispatch:
         sampling = variant_of(plan.sampling)
-        kind = (plan.num_rows, plan.total_tokens, sampling, bool(plan.prompt_spans))
+        most_drafts = int(plan.num_draft_tokens.max()) if plan.num_drafts else 0
+        wants_prompts = bool(plan.prompt_spans)
+        kind = (plan.num_rows, plan.total_tokens, sampling, wants_prompts, most_drafts)
         if self._last is None or self._last[0] != kind:
             self._last = kind, self._dispatch(*kind)
         return self._last[1]
@@ -220,9 +222,10 @@ class FullGraphs:
         num_tokens: int,
         sampling: SamplingVariant,
         wants_prompts: bool,
+        num_drafts: int,
     ) -> Dispatch:
         found = self.dispatcher.dispatch(
-            num_rows=num_rows, num_tokens=num_tokens, sampling=sampling
+            num_rows=num_rows, num_tokens=num_tokens, sampling=sampling, num_drafts=num_drafts
         )
         if found.mode is GraphMode.NONE:
             return found
@@ -232,6 +235,17 @@ class FullGraphs:
             return found
         other = self._stand_in(found)
         return Dispatch(GraphMode.NONE, reason=self._why_missing) if other is None else other
+
+    def draft_lengths(self, plan: StepPlan, lengths: Sequence[int]) -> Sequence[int]:
+        """Those of these numbers of drafts that each row of a decode may have."""
+        rows, sampling = plan.num_rows, variant_of(plan.sampling)
+        if self.dispatcher.disabled_reason:  # every step runs as it comes
+            return lengths
+        return [
+            k
+            for k in lengths
+            if self._dispatch(rows, rows * (1 + k), sampling, False, k).descriptor is not None
+        ]
 
     def _has(self, found: Dispatch) -> bool:
         if found.descriptor is not None:
@@ -330,19 +344,22 @@ class FullGraphs:
             self._check.check(descriptor)
         self.header.upload(plan, descriptor.num_rows)
         self._replays[descriptor]()
-        return self.pushed(plan)
+        return self.pushed(plan, descriptor.num_drafts)
 
-    def pushed(self, plan: StepPlan) -> StepTensors | HostRows:
+    def pushed(self, plan: StepPlan, num_drafts: int = 0) -> StepTensors | HostRows:
         """What the last launched step pushes to the ring, valid for RING_SIZE steps: in host memory
-        if mapped, else on the device."""
+        if mapped, else on the device. num_drafts: of each row, where all have as many."""
         row, ring, num_rows = self._next_ring_row, self.ring, plan.num_samples
+        if num_drafts:
+            num_rows = plan.num_rows * (1 + num_drafts)
         self._next_ring_row = (row + 1) % RING_SIZE
         most = plan.sampling.max_logprobs
         if ring.host is None:
             logprobs = None if most is None else ring.device_logprobs(row, num_rows, most)
             return StepTensors(ring.tokens[row, :num_rows], logprobs)
         kept = None if most is None else ring.host_logprobs(row, num_rows, most)
-        return HostRows(ring.host[row, :num_rows], kept)
+        drafts = ring.host_drafts[row, : plan.num_rows] if num_drafts else None
+        return HostRows(ring.host[row, :num_rows], kept, drafts)
 
     def replay_pieces(self, size: int, plan: StepPlan) -> tuple[InputBatch, torch.Tensor]:
         """Run the model on a step; see `PiecewiseGraphs.replay`."""
@@ -360,9 +377,9 @@ def split_by_use(
     descriptors: Sequence[BatchDescriptor],
 ) -> tuple[list[BatchDescriptor], list[BatchDescriptor]]:
     """(those to record before serving, those for idle moments), each in the order to make them."""
-    largest: dict[tuple[bool, object], BatchDescriptor] = {}
+    largest: dict[Hashable, BatchDescriptor] = {}
     for descriptor in descriptors:
-        kind = (descriptor.is_decode, descriptor.sampling)
+        kind = (descriptor.is_decode, descriptor.sampling, descriptor.num_drafts)
         if kind not in largest or descriptor.num_tokens > largest[kind].num_tokens:
             largest[kind] = descriptor
     first = sorted(largest.values(), key=lambda d: (-d.num_tokens, -d.num_rows))
@@ -381,8 +398,9 @@ def split_pieces_by_use(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def _is_useful(descriptor: BatchDescriptor) -> bool:
-    most = USEFUL_DECODES if descriptor.is_decode else USEFUL_TOKENS
-    return descriptor.num_tokens <= most
+    if descriptor.is_decode:
+        return descriptor.num_rows <= USEFUL_DECODES
+    return descriptor.num_tokens <= USEFUL_TOKENS
 
 
 def _by_use(descriptors: Sequence[BatchDescriptor]) -> list[BatchDescriptor]:
@@ -402,6 +420,7 @@ def next_larger(
         d
         for d in recorded
         if (d.is_decode, d.sampling) == (wanted.is_decode, wanted.sampling)
+        and d.num_drafts == wanted.num_drafts
         and d.num_tokens >= wanted.num_tokens
         and d.num_rows >= wanted.num_rows
         and (d.is_decode or d.num_tokens <= most_padding * wanted.num_tokens)

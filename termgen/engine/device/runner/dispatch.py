@@ -28,6 +28,10 @@ PLAIN_TOKENS = 64
 """Steps with prompts and more tokens than this are recorded for any sampling alone: its few
 launches are a small part of them."""
 
+MOST_DRAFTED_TOKENS = 512
+"""Tokens of the largest step with drafts that is recorded: beyond, arithmetic bounds a step, and a
+draft costs what a token does."""
+
 RECORDED_SHARE = 0.02
 """Share of the device's memory that the activations of recordings may take: a second copy, beside
 that of steps without a recording."""
@@ -71,8 +75,10 @@ class BatchDescriptor:
     num_tokens: int
     num_rows: int
     is_decode: bool
-    """One token for each row; otherwise any rows and tokens up to these numbers."""
+    """Each row has one token, and drafts; otherwise any rows and tokens up to these numbers."""
     sampling: SamplingVariant
+    num_drafts: int = 0
+    """Drafts among the tokens of each row, in a decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,13 @@ def decode_sizes(max_num_seqs: int, largest: int = 512) -> tuple[int, ...]:
     sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, largest + 1, 32)}
     top = min(max_num_seqs, largest)
     return tuple(sorted({s for s in sizes if s < top} | {top}))
+
+
+def drafted_sizes(
+    sizes: Sequence[int], lengths: Sequence[int], most_tokens: int
+) -> tuple[tuple[int, int], ...]:
+    """(rows, drafts of each) to record. sizes: rows of decodes; lengths: numbers of drafts."""
+    return tuple((rows, k) for k in lengths for rows in sizes if rows * (1 + k) <= most_tokens)
 
 
 def mixed_sizes(max_num_batched_tokens: int, largest: int = 8192) -> tuple[int, ...]:
@@ -134,11 +147,13 @@ class CudaGraphDispatcher:
         *,
         mixed: Sequence[int] = (),
         piecewise: Sequence[int] = (),
+        drafted: Sequence[tuple[int, int]] = (),
         max_num_seqs: int = 0,
         disabled_reason: str = "",
         why_not_full: str = "",
     ) -> None:
-        """sizes: rows of the decode recordings; mixed: tokens of the others, whose rows are as many
+        """sizes: rows of the decode recordings; drafted: rows of those with drafts, and drafts of
+        each; mixed: tokens of the others, whose rows are as many
         as their tokens allow, `max_num_seqs` at most; piecewise: tokens of the recordings that are
         cut at attention and hold any rows. disabled_reason: why no graph is ever used, when that is
         so; why_not_full: the same of whole steps, where they were asked for."""
@@ -146,16 +161,22 @@ class CudaGraphDispatcher:
         self.sizes = tuple(sorted(sizes))
         self.mixed = tuple(sorted(mixed))
         self.piecewise = tuple(sorted(piecewise))
+        self.drafted = tuple(sorted(drafted))
         self.max_num_seqs = max_num_seqs
         self.disabled_reason = disabled_reason
         self._why_not_full = why_not_full
         self._padded_rows = _padded(self.sizes)
         self._padded_tokens = _padded(self.mixed)
         self._padded_pieces = _padded(self.piecewise)
+        self.draft_lengths = tuple(sorted({k for _, k in self.drafted}))
+        self._padded_drafted = {
+            k: _padded(tuple(rows for rows, of_each in self.drafted if of_each == k))
+            for k in self.draft_lengths
+        }
 
     @property
     def is_empty(self) -> bool:
-        return not (self.sizes or self.mixed or self.piecewise)
+        return not (self.sizes or self.mixed or self.piecewise or self.drafted)
 
     @property
     def num_recordings(self) -> int:
@@ -166,12 +187,14 @@ class CudaGraphDispatcher:
     def max_rows(self) -> int:
         """The most rows of any recording; 0 when there is none."""
         tokens = max((*self.mixed, *self.piecewise), default=0)
-        return max((min(tokens, self.max_num_seqs), *self.sizes))
+        rows = (rows for rows, _ in self.drafted)
+        return max((min(tokens, self.max_num_seqs), *self.sizes, *rows))
 
     def descriptors(self) -> list[BatchDescriptor]:
         """Every recording of a whole step, the largest first: later ones fit into its memory."""
         plain, unusual = SamplingVariant
         found = [self._decode(size, v) for size in self.sizes for v in (plain, unusual)]
+        found += [self._drafted(*size, v) for size in self.drafted for v in (plain, unusual)]
         found += [self._mixed(s, plain) for s in self.mixed if s <= PLAIN_TOKENS]
         found += [self._mixed(s, unusual) for s in self.mixed]
         return sorted(found, key=lambda d: (-d.num_tokens, -d.num_rows))
@@ -182,6 +205,7 @@ class CudaGraphDispatcher:
             self.sizes,
             mixed=[size for size in self.mixed if size <= num_tokens],
             piecewise=self.piecewise,
+            drafted=self.drafted,
             max_num_seqs=self.max_num_seqs,
             disabled_reason=self.disabled_reason,
             why_not_full=self._why_not_full,
@@ -193,11 +217,15 @@ class CudaGraphDispatcher:
             self.sizes[-1:],
             mixed=self.mixed[-1:],
             piecewise=self.piecewise[-1:],
+            drafted=sorted(self.drafted, key=lambda size: size[0] * (1 + size[1]))[-1:],
             max_num_seqs=self.max_num_seqs,
         )
 
     def _decode(self, size: int, sampling: SamplingVariant) -> BatchDescriptor:
         return BatchDescriptor(size, size, True, sampling)
+
+    def _drafted(self, rows: int, num_drafts: int, sampling: SamplingVariant) -> BatchDescriptor:
+        return BatchDescriptor(rows * (1 + num_drafts), rows, True, sampling, num_drafts)
 
     def _mixed(self, size: int, sampling: SamplingVariant) -> BatchDescriptor:
         return BatchDescriptor(size, min(size, self.max_num_seqs), False, sampling)
@@ -208,9 +236,13 @@ class CudaGraphDispatcher:
         num_rows: int,
         num_tokens: int,
         sampling: SamplingVariant,
+        num_drafts: int = 0,
     ) -> Dispatch:
+        """num_drafts: the most of any row, in a decode."""
         if self.disabled_reason:
             return Dispatch(GraphMode.NONE, reason=self.disabled_reason)
+        if num_drafts:
+            return self._with_drafts(num_rows, num_drafts, sampling)
         full = self._full(num_rows, num_tokens, sampling)
         if full is not None:
             return Dispatch(GraphMode.FULL, full, full.num_tokens)
@@ -221,6 +253,15 @@ class CudaGraphDispatcher:
             reason = self._why_not_full  # pieces are what was asked for
         size = self._padded_pieces[num_tokens]
         return Dispatch(GraphMode.PIECEWISE, padded_tokens=size, reason=reason)
+
+    def _with_drafts(self, num_rows: int, num_drafts: int, sampling: SamplingVariant) -> Dispatch:
+        for k in self.draft_lengths:
+            if k >= num_drafts and num_rows < len(padded := self._padded_drafted[k]):
+                found = self._drafted(padded[num_rows], k, sampling)
+                return Dispatch(GraphMode.FULL, found, found.num_tokens)
+        return Dispatch(
+            GraphMode.NONE, reason=f"more rows than are recorded with {num_drafts} drafts"
+        )
 
     def _full(
         self, num_rows: int, num_tokens: int, sampling: SamplingVariant

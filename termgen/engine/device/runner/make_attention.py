@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from termgen.config import EngineConfig
@@ -29,13 +31,17 @@ def make_attention(
     dtype: torch.dtype,
     device: torch.device,
     head: HeadConfig | None = None,
+    *,
+    max_queries: int = 1,
 ) -> tuple[GroupedAttention, AttentionShape, str]:
     """The attention, the shape of the first kind of layer with its block size settled, and why a
-    faster backend was passed over, or "". head: of layers behind the model's. Raises
-    ConfigError."""
-    backends, shapes, passed_over = make_backends(
-        config.attention_backend, attention_shapes(config, model, limits, dtype, device, head)
-    )
+    faster backend was passed over, or "". head: of layers behind the model's. max_queries: see
+    `AttentionShape`. Raises ConfigError."""
+    wanted = [
+        replace(shape, max_queries=max_queries)
+        for shape in attention_shapes(config, model, limits, dtype, device, head)
+    ]
+    backends, shapes, passed_over = make_backends(config.attention_backend, wanted)
     shape = shapes[0]
     assert shape.block_size is not None
     of_head = () if head is None else head.layers.layer_caches

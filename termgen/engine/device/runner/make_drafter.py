@@ -15,10 +15,13 @@ from termgen.config import EngineConfig
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.head_config import HeadConfig, eagle3_head, mtp_head
 from termgen.engine.device.config.model_config import ModelConfig
-from termgen.engine.device.drafting.base import Drafter
+from termgen.engine.device.drafting.base import Drafter, DraftModel
 from termgen.engine.device.drafting.head_drafts import HeadDrafts
 from termgen.engine.device.drafting.ngram import NgramDrafter
+from termgen.engine.device.drafting.on_device import DeviceDrafter
 from termgen.engine.device.drafting.paying import ModelDrafter
+from termgen.engine.device.drafting.prompt_lookup import PromptLookup
+from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.layers.linear import Build
 from termgen.engine.device.loader.checkpoint import parsed, read_config
 from termgen.engine.device.loader.head_weights import load_eagle3, load_mtp
@@ -27,6 +30,7 @@ from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.heads.eagle3 import Eagle3Head
 from termgen.engine.device.models.heads.mtp import MtpHead
 from termgen.engine.device.runner import resolve
+from termgen.engine.device.runner.dispatch import MOST_DRAFTED_TOKENS
 from termgen.errors import ConfigError, ModelError
 from termgen.vocabulary.device.speculation import (
     FIELD,
@@ -55,8 +59,10 @@ def read_drafts(
     if not settings.num_drafts:
         return None
     why_not = ""
-    if device.type != "cpu":
-        why_not = "drafts are made on a CPU only so far"
+    if device.type != "cpu" and model.linear is not None:
+        why_not = "a GPU makes no drafts for models with recurrent layers so far"
+    elif device.type != "cpu" and why_unusable(device):
+        why_not = f"drafts need Triton kernels: {why_unusable(device)}"
     elif settings.method != "ngram" and model.transformers is not None:
         why_not = f"{settings.method} is for models that termgen's own code runs"
     if why_not:
@@ -120,13 +126,20 @@ def make_drafter(
 ) -> Drafter:
     """head: loaded, for a method that has one."""
     settings, num_slots = wanted.settings, limits.max_num_seqs
+    ends = {"shortest": settings.prompt_lookup_min, "longest": settings.prompt_lookup_max}
+    model: DraftModel
+    if head is None and device.type == "cpu":
+        return NgramDrafter(settings.num_drafts, num_slots=num_slots, **ends)
     if head is None:
-        return NgramDrafter(
-            settings.num_drafts,
-            num_slots=num_slots,
-            shortest=settings.prompt_lookup_min,
-            longest=settings.prompt_lookup_max,
+        max_model_len = limits.max_model_len
+        model = PromptLookup(
+            **ends,
+            max_rows=max(num_slots, MOST_DRAFTED_TOKENS),
+            max_model_len=max_model_len,
+            device=device,
+            by_kernels=True,
         )
+        return DeviceDrafter(model, settings.num_drafts, num_slots=num_slots)
     model = HeadDrafts(
         head,
         attention,
@@ -136,4 +149,6 @@ def make_drafter(
         block_size=block_size,
         device=device,
     )
-    return ModelDrafter(model, settings.num_drafts, num_slots=num_slots)
+    if device.type == "cpu":
+        return ModelDrafter(model, settings.num_drafts, num_slots=num_slots)
+    return DeviceDrafter(model, settings.num_drafts, num_slots=num_slots)

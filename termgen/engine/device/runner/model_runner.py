@@ -22,7 +22,7 @@ from termgen.engine.device.attention.base import ForwardContext
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.drafting.acceptance import Samples, keep_drawn
-from termgen.engine.device.drafting.base import Drafter, DraftModel, TargetStates
+from termgen.engine.device.drafting.base import Drafter, TargetStates
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.kernels.kv_cache import fill_with_nan
 from termgen.engine.device.models.decoder import CausalDecoder
@@ -51,6 +51,13 @@ from termgen.engine.device.runner.dispatch import (
     BatchDescriptor,
     CudaGraphDispatcher,
     Dispatch,
+)
+from termgen.engine.device.runner.draft_steps import (
+    DraftSteps,
+    even_descriptor,
+    even_samples,
+    prepare_even,
+    sample_even,
 )
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers, RowHeader
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
@@ -119,12 +126,13 @@ class ModelRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.debug = debug
-        self.drafter = drafter
+        self.drafts = None if drafter is None else DraftSteps(drafter, max_num_batched_tokens)
         self.sampler = Sampler()
         self.fused_sampler: FusedSampler | None = None
         self._gather = gather_logprobs
         if not why_unusable(device):
-            self.use_fused_sampler(max_num_seqs)
+            most_even = 0 if self.drafts is None else self.drafts.most_even_tokens
+            self.use_fused_sampler(max(max_num_seqs, most_even))
         self.kv_caches: list[torch.Tensor] = []
         self.recurrent = model.recurrent if isinstance(model, CausalDecoder) else None
         self.states: list[GatedDeltaState] = []
@@ -161,19 +169,14 @@ class ModelRunner:
             CudaGraphDispatcher((), disabled_reason="no graphs recorded")
         )
 
-    def use_fused_sampler(self, max_num_seqs: int) -> None:
+    def use_fused_sampler(self, max_rows: int) -> None:
         """Sample with kernels."""
         from termgen.engine.device.kernels.sampling.fused import FusedSampler
 
         self.fused_sampler = FusedSampler(
-            max_rows=max_num_seqs, vocab_size=self.config.vocab_size, device=self.device
+            max_rows=max_rows, vocab_size=self.config.vocab_size, device=self.device
         )
         self._gather = self.fused_sampler.gather_logprobs
-
-    @property
-    def draft_model(self) -> DraftModel | None:
-        """What runs behind every step, of a drafter that is a model."""
-        return None if self.drafter is None else self.drafter.model
 
     @property
     def uses_kernels(self) -> bool:
@@ -210,7 +213,7 @@ class ModelRunner:
         if self.recurrent is not None and not self.states:
             assert self.config.linear is not None
             shape, num_slots = self.recurrent.shape, self.state.pad_row + 1 + self.num_state_places
-            drafts = 0 if self.drafter is None else self.drafter.num_tokens
+            drafts = 0 if self.drafts is None else self.drafts.drafter.num_tokens
             self.states = [
                 empty_state(
                     *(self._empty, shape), num_slots=num_slots, dtype=self.dtype, num_drafts=drafts
@@ -236,7 +239,8 @@ class ModelRunner:
         They reference the runner weakly, as it owns them: its memory must be freed with it.
         """
         runner = weakref.proxy(self)
-        size, pad_row = max(1, dispatcher.max_rows), self.state.pad_row
+        pad_row = self.state.pad_row
+        size = max(1, dispatcher.max_rows, pad_row)
         header = RowHeader(size, pad_row=pad_row, device=self.device)
         pieces = PiecewiseGraphs(
             self.model,
@@ -252,10 +256,10 @@ class ModelRunner:
         )
         # Only termgen's kernels can write to host memory.
         is_mapped = self.state.fused and self.device.type == "cuda"
-        num_drafts = self.drafter.num_tokens if self.drafter is not None else 0
+        num_samples = size if self.drafts is None else self.drafts.most_samples(size)
         ring = TokenRing(
             RING_SIZE,
-            max(size, pad_row) * (1 + num_drafts),
+            num_samples,
             self.device,
             num_logprobs=min(MAX_LOGPROBS, self.state.vocab_size),
             is_mapped=is_mapped,
@@ -311,10 +315,11 @@ class ModelRunner:
         launch = self._begin(plan)
         recording = launch.dispatch.descriptor
         if recording is None:
-            return self._launch(launch)
+            is_even = self.drafts is not None and self.drafts.is_even(launch.plan)
+            return self._launch_even(launch) if is_even else self._launch(launch)
         # Fast path, skip on a first reading: one recording holds model and sampling. It compiles
         # nothing, so nothing is counted.
-        return self._land(launch, self.graphs.replay(recording, plan))
+        return self._land(launch, self.graphs.replay(recording, launch.plan))
 
     def _begin(self, plan: StepPlan) -> Launch:
         """Update the rows to the plan and choose the recording. On an idle device the step's time
@@ -326,10 +331,12 @@ class ModelRunner:
             start = clock.start() if clock is not None and clock.is_busy else None
             with torch.inference_mode(), self.watch_compiles():
                 self.state.update(plan)
-        num_drafted = None
-        if plan.num_drafts:  # the host sees how many there are, so none is computed in vain
-            plan = plan.with_drafts(self.state.num_drafts.numpy()[plan.slots])
-            num_drafted = plan.num_draft_tokens
+        num_drafted = on_landing = None
+        if self.drafts is not None:
+            if plan.num_drafts:
+                plan = self.drafts.cut(plan, self.state, self.graphs)
+                num_drafted = plan.num_draft_tokens
+            on_landing = partial(self.drafts.drafter.landed, plan)
         if self.states:
             self._copy_states(plan)
         if plan.given_up is not None:
@@ -340,7 +347,9 @@ class ModelRunner:
                 self.state.masks.upload(plan.slots[plan.constrained])
         if clock is not None and start is None:
             start = clock.start()
-        return Launch(plan, dispatch, started_ns, start, num_drafted=num_drafted)
+        return Launch(
+            plan, dispatch, started_ns, start, num_drafted=num_drafted, on_landing=on_landing
+        )
 
     @torch.inference_mode()
     def _copy_states(self, plan: StepPlan) -> None:
@@ -381,10 +390,9 @@ class ModelRunner:
         batch = self.buffers.prepare(plan, self.state)
         is_timed = self.device.type == "cpu"
         began_ns = time.perf_counter_ns() if is_timed else 0
-        needs_all = bool(plan.prompt_spans) or self.draft_model is not None
-        wanted = None if needs_all else batch.logits_indices
+        wanted = None if plan.prompt_spans or self._needs_all else batch.logits_indices
         hidden, kept = self._pass(batch, wanted)
-        drafted = None if self.draft_model is None else (batch, TargetStates(hidden, kept))
+        drafted = None if self.drafts is None else (batch, TargetStates(hidden, kept))
         span_ns = (began_ns, time.perf_counter_ns()) if is_timed else (0, 0)
         of_prompts = None
         if plan.prompt_spans:
@@ -408,14 +416,22 @@ class ModelRunner:
             logits = self.model.compute_logits(output.hidden)
             slots, num_tokens, samples = output.slots, output.num_tokens, output.samples
             sampled = self._sample(slots, num_tokens, logits, plan.sampling, ring, samples)
-            if output.drafted is not None:
-                self._draft(*output.drafted)
-            if self.drafter is not None:
+            if self.drafts is not None:
+                if output.drafted is not None:
+                    self.drafts.draft(*output.drafted, self.kv_caches, self.state)
                 took_ns = time.perf_counter_ns() - launch.started_ns
-                self.drafter.step_ended(plan, took_ns, self.state)
+                self.drafts.drafter.step_ended(plan, took_ns, self.state)
         if ring is not None:
             return self._land(launch, self.graphs.pushed(plan))
         return self._land(launch, replace(sampled, prompt_logprobs=of_prompts))
+
+    def _launch_even(self, launch: Launch) -> RecordedOutput:
+        """Launch a step with drafts, laid out as its recording would be."""
+        plan, descriptor = launch.plan, even_descriptor(launch.plan)
+        self.graphs.header.upload(plan, plan.num_rows)
+        with torch.inference_mode(), self.watch_compiles():
+            self.graphs.run_padding(descriptor)
+        return self._land(launch, self.graphs.pushed(plan, descriptor.num_drafts))
 
     def _land(self, launch: Launch, results: StepTensors | HostRows) -> RecordedOutput:
         """The output of a completely launched step. results: tensors to copy, or what the device
@@ -436,9 +452,19 @@ class ModelRunner:
         """A step from device memory alone: what a full graph records.
 
         slots, num_tokens: [B] int64, num_tokens 0 for a padded row. Pushes tokens [B] int32 to the
-        ring.
+        ring, of a step with drafts [B * (1 + num_drafts)].
         """
-        if descriptor.is_decode:
+        if descriptor.num_drafts:
+            batch = prepare_even(
+                self.buffers,
+                slots,
+                num_tokens,
+                self.state,
+                num_queries=1 + descriptor.num_drafts,
+                max_seq_len=self.max_model_len,
+                by_kernels=self.attention.max_queries > descriptor.num_drafts,
+            )
+        elif descriptor.is_decode:
             batch = self.buffers.prepare_decode(
                 slots, num_tokens, self.state, max_seq_len=self.max_model_len
             )
@@ -452,8 +478,20 @@ class ModelRunner:
                 max_query_len=descriptor.num_tokens,
                 max_seq_len=self.max_model_len,
             )
-        needs = NEEDS[descriptor.sampling]
-        self._sample(batch.slots, batch.num_tokens, self.forward(batch), needs, ring)
+        needs, needs_all = NEEDS[descriptor.sampling], self._needs_all
+        hidden, kept = self._pass(batch, None if needs_all else batch.logits_indices)
+        logits = self.model.compute_logits(batch.sampled(hidden) if needs_all else hidden)
+        counts, drafts = batch.num_tokens, descriptor.num_drafts
+        if drafts and self.fused_sampler is not None:
+            sample_even(self.fused_sampler, batch, logits, self.state, needs, ring, drafts)
+        else:
+            samples = None
+            if drafts:
+                counts, samples = even_samples(batch, self.state, drafts)
+            self._sample(batch.slots, counts, logits, needs, ring, samples)
+        if self.drafts is not None:
+            states = TargetStates(hidden, kept)
+            self.drafts.draft(batch, states, self.kv_caches, self.state)
 
     def _sample(
         self,
@@ -488,11 +526,10 @@ class ModelRunner:
         )
         return StepTensors(tokens, logprobs)
 
-    def _draft(self, batch: InputBatch, states: TargetStates) -> None:
-        """Run the drafter's model behind a step whose rows have their new tokens."""
-        assert self.drafter is not None and self.draft_model is not None
-        num_drafts = self.drafter.num_wanted
-        self.draft_model.draft(batch, states, self.kv_caches, self.state, num_drafts)
+    @property
+    def _needs_all(self) -> bool:
+        """True if every step needs the hidden states of all its tokens."""
+        return self.drafts is not None and self.drafts.reads_states
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] logits of each row's last token, in the model's type."""
@@ -508,8 +545,8 @@ class ModelRunner:
         """The same, and the inputs of layers that the drafter's model reads."""
         self.attention.prepare(batch.metadata)
         context = ForwardContext(batch.metadata, self.kv_caches, wanted)
-        if self.draft_model is not None:
-            context.kept_layers = self.draft_model.kept_layers
+        if self.drafts is not None:
+            context.kept_layers = self.drafts.kept_layers
         if self.recurrent is not None:
             assert batch.recurrent is not None
             self.recurrent.prepare(batch.recurrent)

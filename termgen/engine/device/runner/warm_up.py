@@ -113,7 +113,7 @@ def _recorded_steps(graphs: FullGraphs, dispatcher: CudaGraphDispatcher) -> Iter
     for d in dispatcher.descriptors():
         size = d.num_tokens
         is_power = size & (size - 1) == 0  # of the class above, or first of the one it begins
-        by_class.setdefault((d.is_decode, d.sampling, size.bit_length(), is_power), d)
+        by_class.setdefault((d.is_decode, d.num_drafts, d.sampling, size.bit_length(), is_power), d)
     for descriptor in by_class.values():
         if descriptor.is_decode or descriptor.sampling is SamplingVariant.PLAIN:
             yield partial(graphs.run_padding, descriptor)

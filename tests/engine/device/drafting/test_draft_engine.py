@@ -88,7 +88,7 @@ def guess_from(engine: SyncEngine, known: Outputs, num_right: Callable[[int], in
         drafts[num_right(len(seen)) :] = (drafts[num_right(len(seen)) :] + 1) % VOCAB
         return drafts, 1
 
-    drafter: Any = engine.core.executor._runner.drafter  # type: ignore[attr-defined]
+    drafter: Any = engine.core.executor._runner.drafts.drafter  # type: ignore[attr-defined]
     drafter.guess = guess
     drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
 
@@ -186,7 +186,7 @@ def test_the_engines_own_guesses_find_text_that_repeats(
     kinds = [{"temperature": 0.0, "logit_bias": {i: 8.0 for i in range(20, 23)}}] * len(KINDS)
     expected = run(engines(tiny_llama_dir), kinds)
     engine = engines(tiny_llama_dir, speculative_config="ngram")
-    drafter: Any = engine.core.executor._runner.drafter  # type: ignore[attr-defined]
+    drafter: Any = engine.core.executor._runner.drafts.drafter  # type: ignore[attr-defined]
     drafter._payoff.note_step = lambda num_tokens, took_ns: None  # whatever else the machine does
     assert_same(run(engine, kinds), expected)
     stats = engine.core.scheduler.stats

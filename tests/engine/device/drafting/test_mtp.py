@@ -182,7 +182,7 @@ def test_drafts_that_do_not_pay_are_not_made(
 ) -> None:
     folder, expected = target(FAMILIES[0])
     engine = engines(folder, **MTP)
-    drafter = runner_of(engine).drafter
+    drafter = runner_of(engine).drafts.drafter
     drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found * 0
     guesses: list[int] = []
     head = drafter.model.head

@@ -113,7 +113,7 @@ def test_a_first_step_that_compiles_and_a_busy_machine_are_forgotten() -> None:
     assert choose(made, [4]) == [4]
     for _ in range(10):
         made.note_step(5, 12 * MS)
-    assert made._times(5, 0)[0] == pytest.approx(12 * MS)
+    assert made.times(np.asarray([5]))[0] == pytest.approx(12 * MS)
 
 
 def test_the_choice_is_the_best_of_all() -> None:
@@ -146,9 +146,9 @@ def test_the_choice_is_the_best_of_all() -> None:
 
 def test_sizes_that_were_not_seen_are_estimated_from_those_that_were() -> None:
     made = payoff({4: 10.0, 8: 14.0})
-    assert made._times(4, 4).tolist() == pytest.approx(
+    assert made.times(np.arange(4, 9)).tolist() == pytest.approx(
         [10 * MS, 11 * MS, 12 * MS, 13 * MS, 14 * MS]
     )
-    below, beyond = made._times(3, 0)[0], made._times(9, 0)[0]
+    below, beyond = made.times(np.asarray([3, 9]))
     assert below < 10 * MS and beyond > 14 * MS
-    assert (np.diff(DraftPayoff(1)._times(1, 5)) > 0).all()
+    assert (np.diff(DraftPayoff(1).times(np.arange(1, 7))) > 0).all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from triton_device import DEVICES, require_triton
 
 require_triton()
 
+from termgen.engine.device.drafting.base import TargetStates  # noqa: E402
 from termgen.engine.device.drafting.ngram import NgramDrafter  # noqa: E402
 from termgen.engine.device.drafting.prompt_lookup import (  # noqa: E402
     PromptLookup,
@@ -21,6 +24,16 @@ from termgen.engine.device.runner.request_state import RequestState  # noqa: E40
 from termgen.engine.device.sampling.metadata import HAS_GRAMMAR  # noqa: E402
 
 ROWS = 9
+
+
+@dataclass
+class Batch:
+    """What the lookup reads of a step's inputs."""
+
+    slots: torch.Tensor
+    num_tokens: Any = None
+    positions: Any = None
+    metadata: Any = None
 
 
 def make_state(rng: random.Random, max_len: int, device: str) -> RequestState:
@@ -62,14 +75,13 @@ def test_drafts_are_those_of_the_host(device: str, by_kernel: bool, max_len: int
         )
         if by_kernel:
             lookup = PromptLookup(
-                most,
                 max_rows=8,
                 max_model_len=max_len,
                 device=torch.device(device),
                 by_kernels=True,
                 **sizes,
             )
-            lookup.draft(slots, state)
+            lookup.draft(Batch(slots), TargetStates(slots), [], state, most)
             assert lookup._workspace is not None and not lookup._workspace.arrivals.any()
         else:
             look_up_with_torch(slots, state, num_drafts=most, **sizes)

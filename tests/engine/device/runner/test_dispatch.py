@@ -16,13 +16,16 @@ from termgen.engine.device.loader import load_model_config
 from termgen.engine.device.runner.build import choose_graphs
 from termgen.engine.device.runner.dispatch import (
     EVERYTHING,
+    MOST_DRAFTED_TOKENS,
     NEEDS,
     PLAIN_TOKENS,
     BatchDescriptor,
     CudaGraphDispatcher,
+    Dispatch,
     GraphMode,
     SamplingVariant,
     decode_sizes,
+    drafted_sizes,
     mixed_sizes,
     most_recorded_tokens,
     piecewise_sizes,
@@ -55,6 +58,31 @@ def test_every_decode_batch_replays_the_smallest_recording_that_holds_it(
             assert found.descriptor in recorded
             assert found.descriptor.num_rows == min(s for s in sizes if s >= rows)
             assert found.num_padded(rows) == found.descriptor.num_rows - rows < max(8, rows)
+
+
+@pytest.mark.parametrize(("most", "max_num_seqs"), [(1, 4), (3, 64), (8, 300), (16, 7)])
+def test_rows_with_drafts_have_recordings_of_their_own(most: int, max_num_seqs: int) -> None:
+    sizes, lengths = decode_sizes(max_num_seqs), sorted({most, most // 2} - {0})
+    drafted = drafted_sizes(sizes, lengths, MOST_DRAFTED_TOKENS)
+    dispatcher = CudaGraphDispatcher(sizes, mixed=mixed_sizes(512), drafted=drafted, max_num_seqs=8)
+    recorded = set(dispatcher.descriptors())
+    assert dispatcher.num_recordings == len(recorded) and not dispatcher.is_empty
+    for rows in range(1, max_num_seqs + 1):
+        for drafts in range(1, most + 2):
+            at = {"num_rows": rows, "num_tokens": rows + drafts, "num_drafts": drafts}
+            found = dispatcher.dispatch(**at, sampling=SamplingVariant.ANY)
+            k = min((k for k in lengths if k >= drafts), default=most + 1)
+            size = min((s for s in sizes if s >= rows and (s, k) in drafted), default=0)
+            if size:
+                wanted = BatchDescriptor(size * (1 + k), size, True, SamplingVariant.ANY, k)
+                assert found == Dispatch(GraphMode.FULL, wanted, size * (1 + k))
+                assert wanted in recorded and wanted.num_tokens <= MOST_DRAFTED_TOKENS
+            else:
+                assert found.mode is not GraphMode.PIECEWISE
+                assert found.descriptor is None or found.descriptor.num_drafts > k
+                assert found.reason or found.descriptor
+    largest = dispatcher.largest().descriptors()
+    assert max(d.num_tokens for d in recorded if d.num_drafts) in {d.num_tokens for d in largest}
 
 
 def test_every_other_step_replays_nothing_and_says_why() -> None:

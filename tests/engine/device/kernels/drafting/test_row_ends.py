@@ -16,7 +16,7 @@ require_triton()
 from termgen.engine.device.drafting.acceptance import Samples, keep_drawn  # noqa: E402
 from termgen.engine.device.kernels.drafting import row_ends  # noqa: E402
 from termgen.engine.device.kernels.sampling.fused import FusedSampler  # noqa: E402
-from termgen.engine.device.runner.even_batch import prepare_even  # noqa: E402
+from termgen.engine.device.runner.draft_steps import prepare_even  # noqa: E402
 from termgen.engine.device.runner.input_batch import InputBuffers  # noqa: E402
 from termgen.engine.device.runner.request_state import RequestState  # noqa: E402
 from termgen.engine.device.sampling.sampler import Sampler  # noqa: E402

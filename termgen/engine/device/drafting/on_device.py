@@ -1,0 +1,81 @@
+"""The host's half of a drafter whose drafts lie in a device's memory, which the host does not see.
+
+Every row of a step has places for as many drafts, whether it has drafts for them or not. How many
+pay is learned from steps that have landed, a few steps late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from termgen.engine.device.drafting.base import DraftedRows, DraftModel
+from termgen.engine.device.drafting.payoff import DraftPayoff
+from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.step import StepPlan, StepResult
+
+CHOSEN_FOR = 8
+"""Steps of the same rows for which a number of drafts is chosen: choosing takes the host longer
+than all else that it does for such a step."""
+TOKEN_SHARE = 0.01
+"""See `payoff.TOKEN_SHARE`: of a device that waits for its memory."""
+REMEMBERED = 100_000
+"""See `payoff.REMEMBERED`: the device is no one else's, and keeps its own time."""
+
+
+class DeviceDrafter:
+    """Chooses one of a few numbers of drafts for all rows of a step."""
+
+    def __init__(self, model: DraftModel, num_tokens: int, *, num_slots: int) -> None:
+        """num_tokens: most drafts of a row."""
+        self.model: DraftModel | None = model
+        self.num_tokens = self.num_wanted = num_tokens
+        self.lengths: Sequence[int] = sorted({num_tokens, num_tokens // 2} - {0})
+        """Numbers of drafts to choose from, besides none."""
+        self._payoff = DraftPayoff(num_slots, token_share=TOKEN_SHARE, remembered=REMEMBERED)
+        self._kinds = np.zeros(num_slots, np.int64)
+        self._chosen_for: IntArray | None = None
+        self._chosen, self._steps_left = 0, 0
+
+    def places(self, plan: StepPlan, state: DraftedRows, lengths: Sequence[int]) -> IntArray:
+        """See `Drafter`."""
+        if plan.slots is not self._chosen_for or self._steps_left <= 0:
+            self._chosen_for, self._steps_left = plan.slots, CHOSEN_FOR
+            self._chosen = self._choose(plan, lengths)
+        self._steps_left -= 1
+        chosen = self._chosen if self._chosen in lengths else 0
+        return np.full(plan.num_rows, chosen, np.int32)
+
+    def _choose(self, plan: StepPlan, lengths: Sequence[int]) -> int:
+        rows, places = plan.num_rows, plan.num_draft_tokens
+        for k in (0, *lengths[-1:]):
+            if not self._payoff.has_seen_like(rows * (1 + k)):
+                return k  # to see what it takes
+        share = self._payoff.share_right(plan.slots, self._kinds[plan.slots])
+        sizes = np.asarray([1, *(1 + k for k in lengths)])
+        best, most = 0, 0.0
+        times = self._payoff.times(rows * sizes)
+        for k, took in zip((0, *lengths), times.tolist(), strict=True):
+            drafts = np.minimum(places, k)
+            # The sum of a row's powers of its share, 1 for its own token included.
+            tokens = float(((1 - share ** (1 + drafts)) / (1 - share)).sum())
+            if tokens / took > most:
+                best, most = k, tokens / took
+        return best
+
+    def step_ended(self, plan: StepPlan, took_ns: int, state: DraftedRows) -> None:
+        """See `Drafter`: nothing is known before the step has landed."""
+
+    def landed(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from a step, planned with these places."""
+        for added in plan.added:
+            self._payoff.begin(added.slot)
+        if not plan.is_decode:
+            return
+        places = plan.num_draft_tokens
+        for row in np.flatnonzero(result.num_sampled > 0).tolist():
+            kept = int(result.num_sampled[row]) - 1
+            self._payoff.note_row(int(plan.slots[row]), int(places[row]), kept)
+        size = plan.num_rows * (1 + int(places.max())) if plan.num_drafts else plan.num_rows
+        self._payoff.note_step(size, result.ended_ns - result.started_ns)

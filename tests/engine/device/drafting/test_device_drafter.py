@@ -1,0 +1,84 @@
+"""The number of drafts that a host chooses without seeing any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from termgen.engine.device.drafting.on_device import DeviceDrafter
+from termgen.vocabulary.request import IntArray
+from termgen.vocabulary.step import SamplingNeeds, StepPlan, StepResult
+
+_NONE = np.zeros(0, np.int32)
+NO_STATE: Any = None
+SLOTS = np.arange(4, dtype=np.int32)
+
+
+def plan_of(drafts: IntArray) -> StepPlan:
+    return StepPlan(
+        step_id=0,
+        slots=SLOTS,
+        epochs=SLOTS * 0,
+        num_tokens=1 + drafts,
+        num_draft_tokens=drafts,
+        num_computed=SLOTS * 0,
+        num_decode_rows=len(SLOTS),
+        released_slots=(),
+        added=(),
+        block_slots=_NONE,
+        block_positions=_NONE,
+        block_ids=_NONE,
+        sampling=SamplingNeeds(),
+        num_drafts=int(drafts.sum()),
+    )
+
+
+def run(drafter: DeviceDrafter, steps: int, chance: float, more_ns: int) -> list[int]:
+    """Drafts of each row in every step. Each is right with that chance, and a token more takes
+    `more_ns` where the first ones take 1000."""
+    rng = np.random.default_rng(5)
+    chosen = []
+    for _ in range(steps):
+        places = drafter.places(plan_of(SLOTS * 0 + 4), NO_STATE, drafter.lengths)
+        assert len(set(places.tolist())) == 1
+        chosen.append(int(places[0]))
+        plan = plan_of(places)
+        right = rng.random((len(SLOTS), 1 + chosen[-1])) < chance
+        right[:, -1] = False
+        kept = 1 + np.cumprod(right, axis=1).sum(axis=1)
+        took = 1000 + more_ns * (plan.total_tokens - len(SLOTS))
+        result = StepResult(
+            step_id=0,
+            num_sampled=kept.astype(np.int32),
+            token_ids=_NONE,
+            logprobs=None,
+            started_ns=0,
+            ended_ns=took,
+            graph_mode="FULL",
+        )
+        drafter.landed(plan, result)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("chance", "more_ns", "expected"),
+    [(0.9, 10, 4), (0.0, 10, 0), (0.9, 1000, 0), (0.6, 60, 2)],
+)
+def test_what_pays_is_chosen(chance: float, more_ns: int, expected: int) -> None:
+    drafter = DeviceDrafter(NO_STATE, 4, num_slots=4)
+    assert list(drafter.lengths) == [2, 4]
+    chosen = run(drafter, 400, chance, more_ns)[200:]
+    assert max(set(chosen), key=chosen.count) == expected
+    if not expected:  # another try costs little
+        assert sum(k > 0 for k in chosen) <= 0.2 * len(chosen)
+
+
+def test_only_what_the_step_can_have_is_chosen() -> None:
+    drafter = DeviceDrafter(NO_STATE, 4, num_slots=4)
+    plan = plan_of(SLOTS * 0 + 4)
+    run(drafter, 100, 0.9, 10)
+    assert drafter.places(plan, NO_STATE, [2, 4]).tolist() == [4] * 4
+    assert drafter.places(plan, NO_STATE, [2]).tolist() == [0] * 4, "until it chooses again"
+    assert drafter.places(plan_of(SLOTS * 0), NO_STATE, []).tolist() == [0] * 4

@@ -1,0 +1,94 @@
+"""Recorded steps with drafts on a GPU give the tokens of those without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from termgen.config import EngineConfig
+from termgen.engine.loop.engine import SyncEngine
+from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.3, "frequency_penalty": 0.01},
+    {"temperature": 0.0, "repetition_penalty": 1.01, "min_tokens": 20},
+    {"temperature": 0.2, "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.0, "logit_bias": {7: 1.0}, "logprobs": 0},
+    {"temperature": 0.0, "allowed_token_ids": range(3, 9)},
+    {"temperature": 1.0},
+]
+
+
+def make_engine(folder: Path, mode: str, drafts: str | None, blocks: int) -> SyncEngine:
+    return SyncEngine(
+        EngineConfig(
+            model=str(folder),
+            device="cuda",
+            dtype="float32",
+            max_num_seqs=12,
+            num_gpu_blocks_override=blocks,
+            block_size=16,
+            max_model_len=256,
+            gpu_memory_utilization=0.1,
+            max_num_batched_tokens=512,
+            skip_tokenizer_init=True,
+            cudagraph_mode=mode,
+            speculative_config=drafts,
+            debug=True,
+        )
+    )
+
+
+def generate(engine: SyncEngine, seed: int) -> tuple[dict[str, list[int]], list[StepRecord]]:
+    rng = np.random.default_rng(seed)
+    events = engine.core.bus.subscribe()
+    outputs: dict[str, list[int]] = {}
+    for i in range(24):
+        params = SamplingParams(
+            max_tokens=int(rng.integers(3, 90)), seed=i, ignore_eos=True, **KINDS[i % len(KINDS)]
+        )
+        prompt = np.tile(rng.integers(3, 500, int(rng.integers(2, 40))), 2).tolist()
+        engine.add(
+            GenerationRequest(request_id=str(i), prompt_token_ids=tuple(prompt), params=params)
+        )
+        for _ in range(int(rng.integers(0, 4))):
+            step(engine, outputs)
+    while engine.has_unfinished:
+        step(engine, outputs)
+    return outputs, [e for e in events.drain() if isinstance(e, StepRecord)]
+
+
+def step(engine: SyncEngine, outputs: dict[str, list[int]]) -> None:
+    for delta in engine.step():
+        assert delta.error is None, delta.error
+        outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("mode", ["full", "none", "full_and_piecewise"])
+def test_the_text_is_the_same(mode: str, family: str, tiny_model_dir: Callable[..., Path]) -> None:
+    seed = 7
+    print("seed", seed)
+    folder = tiny_model_dir(family)
+    plain = make_engine(folder, mode, None, 60)
+    expected, _ = generate(plain, seed)
+    plain.shutdown()
+    wanted = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}'
+    engine = make_engine(folder, mode, wanted, 60)
+    found, steps = generate(engine, seed)
+    stats = engine.core.scheduler.stats
+    engine.shutdown()
+    assert found == expected
+    assert stats.num_accepted_tokens > 20 and stats.num_preemptions
+    drafted = [s for s in steps if s.num_sampled_tokens > s.num_decode_rows + s.num_prefill_rows]
+    assert {s.graph_mode for s in drafted} == {"NONE" if mode == "none" else "FULL"}
