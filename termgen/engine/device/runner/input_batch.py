@@ -137,7 +137,9 @@ class InputBuffers:
             max_seq_len=max_seq_len,
         )
         last = (ends - 1).clamp_(min=0)
-        recurrent = self._recurrent(slots, num_tokens, state, metadata[0])
+        recurrent = None
+        if self._is_recurrent:
+            recurrent = take_up(slots, num_tokens, state, metadata[0])
         return InputBatch(slots, num_tokens, input_ids, positions, last, metadata, recurrent)
 
     def prepare_decode(
@@ -171,33 +173,7 @@ class InputBuffers:
             self.positions[:num_rows],
             None,
             metadata,
-            self._recurrent(slots, num_tokens, state, metadata[0]),
-        )
-
-    def _recurrent(
-        self,
-        slots: torch.Tensor,
-        num_tokens: torch.Tensor,
-        state: RequestState,
-        metadata: AttentionMetadata,
-    ) -> RecurrentMetadata | None:
-        """What recurrent layers continue: the state of a row lies at its place among the request
-        rows. A row that has computed nothing starts from zeros."""
-        if not self._is_recurrent:
-            return None
-        computed = state.num_computed[slots]
-        pending, drafts = take_up(slots, num_tokens, state)
-        return RecurrentMetadata(
-            num_pending=pending,
-            num_drafts=drafts,
-            query_start_loc=metadata.query_start_loc,
-            slots=slots.int(),
-            positions=computed.int(),
-            has_state=computed > 0,
-            num_rows=metadata.num_rows,
-            num_tokens=metadata.num_tokens,
-            num_decodes=metadata.num_decodes,
-            max_query_len=metadata.max_query_len,
+            take_up(slots, num_tokens, state, metadata[0]) if self._is_recurrent else None,
         )
 
     def metadata(

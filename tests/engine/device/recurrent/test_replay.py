@@ -14,8 +14,9 @@ from delta_case import DeltaCase, Inputs, join, make_metadata, relative_error, t
 from test_gated_delta import NETS, OUT_ERROR, STATE_ERROR, THRICE, TILED, make_net
 from triton_device import DEVICES
 
+from termgen.engine.device.attention.base import AttentionMetadata
 from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
-from termgen.engine.device.recurrent.base import GatedDeltaNet, GatedDeltaState
+from termgen.engine.device.recurrent.base import GatedDeltaNet, GatedDeltaState, RecurrentMetadata
 from termgen.engine.device.recurrent.replay import take_up
 
 F32 = torch.float32
@@ -194,16 +195,32 @@ class Rows:
         self.num_taken_up = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
 
+def take_up_of(slots: list[int], counts: list[int], state: Rows, device: str) -> RecurrentMetadata:
+    starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
+    of_step = AttentionMetadata(
+        query_start_loc=starts,
+        seq_lens=starts[1:],
+        block_table=starts[None],
+        slot_mapping=starts.long(),
+        num_rows=len(slots),
+        num_tokens=sum(counts),
+        num_decodes=None,
+        max_query_len=max(counts),
+        max_seq_len=99,
+        block_size=16,
+    )
+    rows = torch.tensor([slots, counts], device=device)
+    return take_up(rows[0], rows[1], state, of_step)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_counts_of_pending_tokens_and_drafts(device: str) -> None:
     state = Rows(4, 6, device)
 
     def take(slots: list[int], counts: list[int]) -> tuple[list[int], list[int]]:
-        found = take_up(
-            torch.tensor(slots, device=device), torch.tensor(counts, device=device), state
-        )
-        assert found[0] is not None and found[1] is not None
-        return found[0].tolist(), found[1].tolist()
+        found = take_up_of(slots, counts, state, device)
+        assert found.num_pending is not None and found.num_drafts is not None
+        return found.num_pending.tolist(), found.num_drafts.tolist()
 
     state.total_len[:] = torch.tensor([9, 5, 5, 0])
     state.num_computed[:] = torch.tensor([0, 4, 0, 0])
@@ -219,7 +236,10 @@ def test_counts_of_pending_tokens_and_drafts(device: str) -> None:
 
 def test_without_drafts_there_are_no_counts() -> None:
     state = Rows(2, 0, "cpu")
-    assert take_up(torch.tensor([0]), torch.tensor([1]), state) == (None, None)
+    state.num_computed[1] = 7
+    found = take_up_of([1, 0], [1, 1], state, "cpu")
+    assert found.num_pending is None and found.num_drafts is None
+    assert found.positions.tolist() == [7, 0] and found.has_state.tolist() == [True, False]
 
 
 def test_a_state_without_drafts_has_no_more_than_before() -> None:
