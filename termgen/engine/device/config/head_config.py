@@ -50,7 +50,7 @@ class HeadConfig:
 def mtp_head(target: ModelConfig) -> HeadConfig:
     """The layer in a target's own files. Raises UnsupportedModelError."""
     if not target.num_mtp_layers:
-        raise UnsupportedModelError(f"{target.architecture} models have no MTP layer")
+        raise UnsupportedModelError(f"this {target.architecture} has no MTP layer")
     if target.num_mtp_layers > 1:
         raise UnsupportedModelError(
             f"config.json: mtp_num_hidden_layers {target.num_mtp_layers} is not supported, only 1"

@@ -249,7 +249,7 @@ def test_a_layer_that_is_not_whole_is_named(
 
 
 def test_a_model_of_a_family_without_such_layers_is_refused(tiny_llama_dir: Path) -> None:
-    with pytest.raises(ModelError, match="LlamaForCausalLM models have no MTP layer"):
+    with pytest.raises(ModelError, match="this LlamaForCausalLM has no MTP layer"):
         engine_of(tiny_llama_dir, **MTP)
 
 
