@@ -200,6 +200,7 @@ class CoreDriver:
         windows: tuple[int | None, ...] = (None,),
         state_places: int = 0,
         num_drafts: int = 0,
+        num_ahead: int = 0,
     ) -> None:
         device = ScriptedDevice(
             num_blocks=num_blocks,
@@ -230,6 +231,7 @@ class CoreDriver:
             windows=windows,
             states=make_states(block_size, max_num_seqs, state_places),
             num_drafts=num_drafts,
+            num_ahead=num_ahead,
         )
         self.scheduler = self.core.scheduler
         self.bearers: list[Bearer] = []

@@ -29,13 +29,14 @@ Written = list[tuple[list[int], list[int]]]
 
 def engine_of(folder: Path, **options: Any) -> SyncEngine:
     fixed = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "skip_tokenizer_init": True}
-    return SyncEngine(EngineConfig(model=str(folder), **{**fixed, **options}))
+    return SyncEngine(EngineConfig(model=str(folder), block_size=16, **(fixed | options)))
 
 
 def prompts(seed: int = 7) -> list[list[int]]:
-    """One token, fewer than a block, its end, and several blocks."""
+    """One token, fewer than a block, the ends of two, which share a place in the null block, and
+    several blocks."""
     rng = np.random.default_rng(seed)
-    return [rng.integers(3, VOCAB, n).tolist() for n in (1, 9, 32, 47, 70)]
+    return [rng.integers(3, VOCAB, n).tolist() for n in (1, 9, 32, 48, 70)]
 
 
 def run(

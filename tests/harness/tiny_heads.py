@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 QUIET = 0.015
 """Factor of what a layer adds to the stream."""
+LOUD = 15.0
 NOISE = 0.02
 WEIGHTS = "model.safetensors"
 
@@ -32,7 +33,7 @@ def quiet_target(made: Path, folder: Path) -> Path:
         (folder / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / WEIGHTS)
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
             tensor *= QUIET
     save_file(tensors, folder / WEIGHTS)
     return folder
@@ -48,6 +49,8 @@ def add_mtp(folder: Path) -> None:
         if name.startswith(f"model.layers.{last}."):
             part = name.removeprefix(f"model.layers.{last}.")
             drawn = torch.randn(tensor.shape, generator=generator) * tensor.std()
+            if part == "self_attn.o_proj.weight":
+                drawn *= LOUD  # so that what attention sees has a say
             # The norms' weights are distances from one.
             tensors[f"mtp.layers.0.{part}"] = 0.1 * drawn.sign() if "norm" in part else drawn
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):

@@ -8,10 +8,10 @@ from typing import Any
 
 from termgen.errors import ConfigError
 
-METHODS = ("ngram", "mtp", "eagle3", "none")
-WITH_MODEL = ("eagle3",)
+METHODS = ("ngram", "mtp", "eagle3", "draft_model", "none")
+WITH_MODEL = ("eagle3", "draft_model")
 """Methods whose drafts come from files of their own."""
-DEFAULT_DRAFTS = {"ngram": 8, "mtp": 3, "eagle3": 4}
+DEFAULT_DRAFTS = {"ngram": 8, "mtp": 3, "eagle3": 4, "draft_model": 4}
 MAX_DRAFTS = 16
 MAX_LOOKUP = 32
 FIELD = "speculative_config"
@@ -23,7 +23,7 @@ class SpeculativeConfig:
 
     method: str = "ngram"
     model: str | None = None
-    """The folder of a drafter's own files."""
+    """A drafter's own files: a folder, or a .gguf file."""
     num_speculative_tokens: int | None = None
     """Most drafts of a request in a step; None: what suits the method."""
     prompt_lookup_min: int = 2
@@ -35,9 +35,9 @@ class SpeculativeConfig:
         if self.method not in METHODS:
             raise _error(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
         if self.model is not None and not (isinstance(self.model, str) and self.model):
-            raise _error(f"model must be the folder of a drafter, not {self.model!r:.80}")
+            raise _error(f"model must be the place of a drafter, not {self.model!r:.80}")
         if self.method in WITH_MODEL and self.model is None:
-            raise _error(f"method {self.method} needs model, the folder of its files")
+            raise _error(f"method {self.method} needs model, the place of its files")
         if self.method not in WITH_MODEL and self.model is not None:
             raise _error(f"model is for {', '.join(WITH_MODEL)}; {self.method} has none")
         if self.num_speculative_tokens is not None:

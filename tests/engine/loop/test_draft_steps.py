@@ -98,6 +98,35 @@ def test_no_request_is_preempted_for_a_guess() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
+def test_a_drafter_has_blocks_ahead_of_its_rows(depth: int) -> None:
+    """For as many positions as it computes behind a step's, as far as a request may come."""
+    driver = driver_of(depth, 2, 1, num_ahead=5, block_size=2, windows=(None, 6))
+    for i, num_prompt in enumerate((1, 4, 9)):
+        driver.submit(str(i), [i] * num_prompt, max_tokens=20)
+    table, kv = driver.scheduler.slots, driver.scheduler.kv
+    while driver.core.has_work:
+        driver.step()
+        for slot in table.running.tolist():
+            if table.last_step[slot] == driver.scheduler.newest_step:
+                needed = min(int(table.num_computed[slot]) + 5, int(table.limit[slot]) - 1)
+                assert (kv.num_blocks[:, slot] * 2 >= needed).all()
+    for bearer in driver.bearers:
+        assert bearer.tokens == driver.reference(bearer)
+    driver.assert_drained()
+
+
+def test_no_request_is_preempted_for_blocks_ahead() -> None:
+    settings = {"num_blocks": 1 + 2 * 12, "block_size": 1, "max_model_len": 12}
+    driver = driver_of(1, 3, 0, num_ahead=4, **settings)
+    for i in range(2):
+        driver.submit(str(i), [i, 1], max_tokens=10)
+    driver.run()
+    assert driver.scheduler.stats.num_preemptions == 0
+    for bearer in driver.bearers:
+        assert bearer.tokens == driver.reference(bearer)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
 def test_a_stop_token_among_the_drafts_ends_the_answer_there(depth: int) -> None:
     for first in itertools.count():
         driver = driver_of(depth, 6, 6)

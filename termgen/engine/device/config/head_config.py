@@ -32,13 +32,13 @@ _REFUSED_FLAGS = ("norm_before_fc", "fc_norm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """A head of one layer."""
+    """A head of one layer, or a whole model that drafts."""
 
     method: str
     folder: Path | None
-    """Where its tensors are; None: in the target's files."""
+    """The place of its tensors; None: in the target's files."""
     layers: ModelConfig
-    """The shape of its layer, in a model that has no other."""
+    """The shape of its layers."""
     kept_layers: tuple[int, ...] = ()
     """Layers of the target whose inputs it reads; none: what is behind the final norm."""
     draft_vocab_size: int
@@ -50,7 +50,7 @@ class HeadConfig:
 def mtp_head(target: ModelConfig) -> HeadConfig:
     """The layer in a target's own files. Raises UnsupportedModelError."""
     if not target.num_mtp_layers:
-        raise UnsupportedModelError(f"{target.architecture} models have no MTP layer")
+        raise UnsupportedModelError(f"this {target.architecture} has no MTP layer")
     if target.num_mtp_layers > 1:
         raise UnsupportedModelError(
             f"config.json: mtp_num_hidden_layers {target.num_mtp_layers} is not supported, only 1"
@@ -58,6 +58,20 @@ def mtp_head(target: ModelConfig) -> HeadConfig:
     moe = None if target.moe is None else replace(target.moe, sparse_layers=frozenset((0,)))
     layers = replace(target, num_layers=1, layer_windows=(None,), linear=None, moe=moe)
     return HeadConfig(method="mtp", folder=None, layers=layers, draft_vocab_size=target.vocab_size)
+
+
+def draft_model(layers: ModelConfig, target: ModelConfig, path: Path) -> HeadConfig:
+    """A smaller model of the same vocabulary. Raises UnsupportedModelError."""
+    if layers.linear is not None or layers.transformers is not None:
+        why = "has recurrent layers" if layers.linear is not None else "is run by transformers"
+        raise UnsupportedModelError(f"{path}: {layers.architecture} {why}, so it cannot draft")
+    if layers.vocab_size != target.vocab_size:
+        raise UnsupportedModelError(
+            f"{path}: vocab_size is {layers.vocab_size}, but its target has {target.vocab_size}"
+        )
+    layers = layers.for_positions(target.max_position_embeddings)
+    size = layers.vocab_size
+    return HeadConfig(method="draft_model", folder=path, layers=layers, draft_vocab_size=size)
 
 
 def eagle3_head(raw: Mapping[str, Any], target: ModelConfig, folder: Path) -> HeadConfig:

@@ -17,9 +17,10 @@ from typing import Protocol
 
 import torch
 
-from termgen.engine.device.attention.base import AttentionMetadata, ForwardContext
-from termgen.engine.device.attention.groups import GroupedAttention, by_group
+from termgen.engine.device.attention.base import ForwardContext
+from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.drafting.base import DraftedBatch, DraftedRows, TargetStates
+from termgen.engine.device.drafting.passes import DraftPasses
 
 
 class Head(Protocol):
@@ -44,7 +45,7 @@ class Head(Protocol):
         """[N] int64 the likeliest next token of each."""
 
 
-class HeadDrafts:
+class HeadDrafts(DraftPasses):
     """A `DraftModel`."""
 
     reads_states = True
@@ -61,13 +62,16 @@ class HeadDrafts:
         device: torch.device,
     ) -> None:
         """attention: of the target's layers and the head's."""
+        super().__init__(
+            attention,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            block_size=block_size,
+            device=device,
+        )
         self.head = head
         self.kept_layers = head.kept_layers
         self.num_ahead = num_drafts - 1
-        self._attention = attention
-        self._block_size = block_size
-        self._tokens = torch.arange(max(max_rows, max_tokens) + 1, device=device)
-        self._starts = self._tokens[: max_rows + 1].int()
 
     def draft(
         self,
@@ -81,13 +85,10 @@ class HeadDrafts:
         slots, positions, first = batch.slots, batch.positions, batch.metadata[0]
         longest = rows.token_ids.shape[1]
         starts = first.query_start_loc.long()
-        of_token = torch.searchsorted(starts[1:], self._tokens[: len(positions)], right=True)
-        of_token.clamp_(max=len(slots) - 1)
         following = (positions + 1).clamp_(max=longest - 1)
-        ids = rows.token_ids[slots[of_token], following]
+        ids = rows.token_ids[self.slot_of_tokens(batch), following]
 
-        total, computed = rows.total_len[slots], rows.num_computed[slots]
-        draws = (computed == total - 1) & ~rows.finished[slots] & (batch.num_tokens > 0)
+        computed, draws = rows.num_computed[slots], self.draws(batch, rows)
         begin = starts[:-1].clamp(max=len(positions) - 1)
         # The last of the tokens that stayed, by row.
         last = begin + (computed - 1 - positions[begin]).clamp_(min=0)
@@ -100,40 +101,8 @@ class HeadDrafts:
             if number:
                 at = (computed - 1 + number).clamp_(0, longest - 1)
                 most = min(first.max_seq_len + number, longest)
-                metadata = self._one_each(slots, at, draws, rows, most)
-                self._attention.prepare(metadata)
+                metadata = self.one_each(slots, at, draws, rows, most)
                 made = self.head(ids, at, made, ForwardContext(metadata, kv_caches))
             ids = self.head.guess(made)
-            behind = total + number
-            places = behind.clamp(max=longest - 1)
-            old = rows.token_ids[slots, places]
-            is_written = draws & (behind < longest)
-            rows.token_ids[slots, places] = torch.where(is_written, ids.to(old.dtype), old)
-        rows.num_drafts[slots] = (longest - total).clamp_(0, num_drafts) * draws
-
-    def _one_each(
-        self,
-        slots: torch.Tensor,  # [B] int64
-        positions: torch.Tensor,  # [B] int64
-        is_live: torch.Tensor,  # [B] bool: others write to the null block
-        rows: DraftedRows,
-        max_seq_len: int,
-    ) -> tuple[AttentionMetadata, ...]:
-        """The metadata of a pass over one token of each row, by group."""
-        num_rows, size = len(slots), self._block_size
-        blocks = rows.block_tables[:, slots, positions // size].long() * is_live
-        tables = rows.block_tables[:, slots, : -(-max_seq_len // size)]
-        places = blocks * size + positions % size
-        metadata = AttentionMetadata(
-            query_start_loc=self._starts[: num_rows + 1],
-            seq_lens=(positions + 1).int(),
-            block_table=tables[0],
-            slot_mapping=places[0],
-            num_rows=num_rows,
-            num_tokens=num_rows,
-            num_decodes=num_rows,
-            max_query_len=1,
-            max_seq_len=max_seq_len,
-            block_size=size,
-        )
-        return by_group(metadata, tables, places)
+            self.write(slots, number, ids, draws, rows)
+        self.count(slots, num_drafts, draws, rows)

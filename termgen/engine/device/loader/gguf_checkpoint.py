@@ -25,6 +25,7 @@ from termgen.engine.device.loader.gguf_tensors import (
     Recipe,
     layer_recipes,
     made_up_parts,
+    mtp_recipes,
     top_recipes,
 )
 from termgen.engine.device.quantization.gguf_blocks import (
@@ -57,12 +58,10 @@ class GGUFCheckpoint:
         self._file = GGUFFile.open(path)
         try:
             self.config: ModelConfig = parse_config(hf_config(self._file), path)
-            if mtp:
-                self._sources: dict[str, _Source] = {}
-                return
-            self._sources = self._all_sources()
+            self._sources = self._all_sources(mtp)
             shapes = {name: source.shape for name, source in self._sources.items()}
-            check_sizes(self.config, shapes, path)
+            if not mtp:
+                check_sizes(self.config, shapes, path)
         except BaseException:
             self._file.close()
             raise
@@ -155,11 +154,13 @@ class GGUFCheckpoint:
             )
         return made
 
-    def _all_sources(self) -> dict[str, _Source]:
-        """Hugging Face name -> what it is made of, in file order; every tensor is accounted for."""
+    def _all_sources(self, mtp: bool) -> dict[str, _Source]:
+        """Hugging Face name -> what it is made of, in file order; every tensor is accounted for.
+        mtp: those of the first block behind the model's own."""
         keys = GGUFKeys(self._file)
         of_model = top_recipes(keys.architecture, self.config)
-        of_layer = layer_recipes(keys.architecture, self.config)
+        find = mtp_recipes if mtp else layer_recipes
+        of_layer, num_layers = find(keys.architecture, self.config), self.config.num_layers
         ignored, num_blocks = made_up_parts(keys.architecture), keys.num_blocks()
         sources: dict[str, _Source] = {}
         for stored in self._file.tensors.values():
@@ -168,10 +169,13 @@ class GGUFCheckpoint:
             recipes, layer = of_model.get(stored.name, ()), ""
             if match := _IN_BLOCK.fullmatch(stored.name):
                 layer, part = match.groups()
-                if part in ignored or self.config.num_layers <= int(layer) < num_blocks:
-                    continue  # what conversion made up, and a draft head
+                is_draft = num_layers <= int(layer) < num_blocks
+                if part in ignored or is_draft != mtp or (mtp and int(layer) > num_layers):
+                    continue  # what conversion made up, and the other part
                 recipe = of_layer.get(part) if int(layer) < num_blocks else None
                 recipes = () if recipe is None else (recipe,)
+            elif mtp:
+                continue
             if not recipes:
                 raise UnsupportedModelError(
                     f"{self._file.path}: the tensor {stored.name!r} belongs to no supported "
@@ -179,7 +183,8 @@ class GGUFCheckpoint:
                 )
             check_supported(stored.type, stored.name, where=f"{self._file.path}: ")
             for recipe in recipes:
-                name = f"model.layers.{layer}.{recipe.name}" if layer else recipe.name
+                is_named = mtp or not layer
+                name = recipe.name if is_named else f"model.layers.{layer}.{recipe.name}"
                 source = sources.get(name)
                 if source is None:
                     sources[name] = self._source(recipe, f"blk.{layer}." if layer else "", stored)

@@ -26,10 +26,7 @@ _SIGMOID = 2
 
 
 def num_draft_layers(keys: GGUFKeys) -> int:
-    """Blocks behind the model's own that draft tokens for it; termgen leaves them where they are.
-
-    `block_count` includes them.
-    """
+    """Blocks behind the model's own that draft tokens for it. `block_count` includes them."""
     key = "nextn_predict_layers"
     if keys.architecture not in DELTA_NETS:
         return 0
@@ -53,6 +50,7 @@ def qwen3_5(keys: GGUFKeys, config: dict[str, Any]) -> dict[str, Any]:
     _refuse_window(keys)
     return {
         **_delta_nets(keys, config),
+        "mtp_num_hidden_layers": num_draft_layers(keys) or None,
         "rope_theta": keys.number("rope.freq_base"),
         "partial_rotary_factor": _rotated_part(keys, config["head_dim"]),
     }

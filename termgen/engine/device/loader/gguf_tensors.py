@@ -8,7 +8,7 @@ is exact whatever the blocks were.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -142,6 +142,13 @@ _PLUS_ONE = frozenset({"gemma2", "gemma3", "muse-glimmer", "qwen35", "qwen35moe"
 """Architectures whose norms are distances from one in a checkpoint, and not in a file."""
 _PLAIN_NORMS = {"muse-glimmer": ("output_norm.weight",)}
 """Those among their norms that are the same in both; `ssm_norm` always is."""
+_MTP = {
+    "nextn.eh_proj.weight": "fc.weight",
+    "nextn.enorm.weight": "pre_fc_norm_embedding.weight",
+    "nextn.hnorm.weight": "pre_fc_norm_hidden.weight",
+    "nextn.shared_head_norm.weight": "norm.weight",
+}
+"""Parts of the block behind a model's own that are not its layer's, and names under `mtp.`."""
 _NEIGHBOURS = frozenset({"llama", "muse-glimmer"})
 """Architectures in whose files the two values of a rotary pair are neighbours in q and k."""
 _MADE_UP = {"muse-glimmer": frozenset({"attn_q_norm.weight", "attn_k_norm.weight"})}
@@ -214,6 +221,17 @@ def layer_recipes(architecture: str, config: ModelConfig) -> dict[str, Recipe]:
         by_k_head = config.linear.is_by_k_head
         more += (_by_k_head_delta_net if by_k_head else _tiled_delta_net)(config.linear)
     return recipes | {part: recipe for recipe in more for part in recipe.stored}
+
+
+def mtp_recipes(architecture: str, config: ModelConfig) -> dict[str, Recipe]:
+    """The same of the MTP layer, whose block lies behind the model's own, with names in the whole
+    checkpoint."""
+    recipes: dict[str, Recipe] = {}
+    for recipe in layer_recipes(architecture, config).values():  # the same one for all its parts
+        named = replace(recipe, name=f"mtp.layers.0.{recipe.name}")
+        recipes |= dict.fromkeys(recipe.stored, named)
+    around = {part: Recipe(f"mtp.{name}", (part,)) for part, name in _MTP.items()}
+    return recipes | _with_norms(architecture, around)
 
 
 def made_up_parts(architecture: str) -> frozenset[str]:

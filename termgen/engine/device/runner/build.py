@@ -19,6 +19,7 @@ from termgen.config import EngineConfig
 from termgen.engine.device import native
 from termgen.engine.device.attention.base import AttentionShape
 from termgen.engine.device.attention.groups import GroupedAttention
+from termgen.engine.device.config.head_config import HeadConfig
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.drafting.base import Drafter
 from termgen.engine.device.kernels import why_unusable
@@ -29,6 +30,8 @@ from termgen.engine.device.loader import load_model_config, open_checkpoint
 from termgen.engine.device.loader.transformers_weights import build_transformers_model
 from termgen.engine.device.loader.weights import load_dummy, load_weights
 from termgen.engine.device.models.decoder import CausalDecoder
+from termgen.engine.device.models.heads.eagle3 import Eagle3Head
+from termgen.engine.device.models.heads.mtp import MtpHead
 from termgen.engine.device.models.pieces import PiecewiseModel
 from termgen.engine.device.models.registry import build_model, check_memory, make_build
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
@@ -121,8 +124,10 @@ def build_runner(
         model = load_model(
             config, path, model_config, attention, shape, progress, quantization, tuned, recurrent
         )
-        head = None
-        if head_config is not None:
+        head: MtpHead | Eagle3Head | CausalDecoder | None = None
+        if head_config is not None and head_config.method == "draft_model":
+            head = load_draft_model(config, head_config, attention, shape, model_config.num_layers)
+        elif head_config is not None:
             assert isinstance(model, CausalDecoder)
             build = make_build(
                 model_config,
@@ -331,6 +336,25 @@ def load_model(
         else:
             load_weights(model, checkpoint, progress=on_progress)
     model.finalize()
+    return model
+
+
+def load_draft_model(
+    config: EngineConfig,
+    draft: HeadConfig,
+    attention: GroupedAttention,
+    shape: AttentionShape,
+    num_layers: int,
+) -> CausalDecoder:
+    """The model that drafts. attention: of its layers behind `num_layers` of the target's. Raises
+    ModelError or ConfigError."""
+    assert draft.folder is not None
+    quantization = resolve.resolve_quantization(config, draft.layers, shape.device, draft.folder)
+    own = attention.behind(num_layers)
+    model = load_model(
+        *(config, draft.folder, draft.layers, own, shape), lambda done: None, quantization
+    )
+    assert isinstance(model, CausalDecoder), "one that transformers runs is refused"
     return model
 
 

@@ -13,7 +13,7 @@ import torch
 
 from termgen.config import EngineConfig
 from termgen.engine.device.attention.groups import GroupedAttention
-from termgen.engine.device.config.head_config import HeadConfig, eagle3_head, mtp_head
+from termgen.engine.device.config.head_config import HeadConfig, draft_model, eagle3_head, mtp_head
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.drafting.base import Drafter, DraftModel
 from termgen.engine.device.drafting.head_drafts import HeadDrafts
@@ -21,9 +21,10 @@ from termgen.engine.device.drafting.ngram import NgramDrafter
 from termgen.engine.device.drafting.on_device import DeviceDrafter
 from termgen.engine.device.drafting.paying import ModelDrafter
 from termgen.engine.device.drafting.prompt_lookup import PromptLookup
+from termgen.engine.device.drafting.small_model import SmallModelDrafts
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.layers.linear import Build
-from termgen.engine.device.loader.checkpoint import parsed, read_config
+from termgen.engine.device.loader.checkpoint import load_model_config, parsed, read_config
 from termgen.engine.device.loader.head_weights import load_eagle3, load_mtp
 from termgen.engine.device.loader.weights import load_dummy
 from termgen.engine.device.models.decoder import CausalDecoder
@@ -76,9 +77,11 @@ def read_drafts(
 def _read_head(settings: SpeculativeConfig, model: ModelConfig) -> HeadConfig | None:
     if settings.method == "mtp":
         return mtp_head(model)
-    if settings.method != "eagle3":
+    if settings.model is None:
         return None
-    assert settings.model is not None
+    if settings.method == "draft_model":
+        place = Path(settings.model).expanduser()
+        return draft_model(load_model_config(place), model, place)
     folder = Path(settings.model).expanduser()
     source = folder / "config.json"
     return parsed(source, lambda: eagle3_head(read_config(source), model, folder))
@@ -117,7 +120,7 @@ def load_head(
 
 def make_drafter(
     wanted: WantedDrafts,
-    head: MtpHead | Eagle3Head | None,
+    head: MtpHead | Eagle3Head | CausalDecoder | None,
     attention: GroupedAttention,
     limits: resolve.Limits,
     *,
@@ -140,15 +143,16 @@ def make_drafter(
             by_kernels=True,
         )
         return DeviceDrafter(model, settings.num_drafts, num_slots=num_slots)
-    model = HeadDrafts(
-        head,
-        attention,
-        num_drafts=settings.num_drafts,
-        max_rows=num_slots,
-        max_tokens=limits.max_num_batched_tokens,
-        block_size=block_size,
-        device=device,
-    )
+    sizes = {
+        "num_drafts": settings.num_drafts,
+        "max_rows": num_slots,
+        "max_tokens": limits.max_num_batched_tokens,
+        "block_size": block_size,
+    }
+    if isinstance(head, CausalDecoder):
+        model = SmallModelDrafts(head, attention, **sizes, device=device)
+    else:
+        model = HeadDrafts(head, attention, **sizes, device=device)
     if device.type == "cpu":
         return ModelDrafter(model, settings.num_drafts, num_slots=num_slots)
     return DeviceDrafter(model, settings.num_drafts, num_slots=num_slots)

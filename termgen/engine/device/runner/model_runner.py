@@ -383,7 +383,8 @@ class ModelRunner:
             return self._run_operations(plan)
         # Fast path, skip on a first reading: the model as several pieces.
         batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-        return ModelOutput(batch.slots, batch.num_tokens, hidden)
+        drafted = None if self.drafts is None else (batch, TargetStates(hidden))
+        return ModelOutput(batch.slots, batch.num_tokens, hidden, drafted=drafted)
 
     def _run_operations(self, plan: StepPlan) -> ModelOutput:
         """Launch the model's operations one by one."""

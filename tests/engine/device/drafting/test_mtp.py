@@ -147,7 +147,7 @@ def test_a_cache_that_is_too_small_changes_no_text(
 ) -> None:
     """Where no block is left, drafts are made without the keys and values of those before them."""
     folder, expected = target(FAMILIES[0])
-    few = {"num_gpu_blocks_override": 12, "block_size": 16, "max_model_len": 128}
+    few = {"num_gpu_blocks_override": 13, "max_model_len": 128}
     engine = engines(folder, **MTP, **few, async_scheduling=True)
     note_drafts(engine)
     assert run(engine) == expected
@@ -159,7 +159,7 @@ def test_a_draft_near_the_end_of_the_context_is_left_out(
     target: Callable[[str], tuple[Path, list[list[int]]]], engines: Engines
 ) -> None:
     folder, _ = target(FAMILIES[0])
-    size = {"max_model_len": 70 + NUM_TOKENS, "block_size": 16}
+    size = {"max_model_len": 70 + NUM_TOKENS}
     with_drafts, without = engines(folder, **MTP, **size), engines(folder, **size)
     written = note_drafts(with_drafts)
     assert run(with_drafts) == run(without)
@@ -249,7 +249,7 @@ def test_a_layer_that_is_not_whole_is_named(
 
 
 def test_a_model_of_a_family_without_such_layers_is_refused(tiny_llama_dir: Path) -> None:
-    with pytest.raises(ModelError, match="LlamaForCausalLM models have no MTP layer"):
+    with pytest.raises(ModelError, match="this LlamaForCausalLM has no MTP layer"):
         engine_of(tiny_llama_dir, **MTP)
 
 

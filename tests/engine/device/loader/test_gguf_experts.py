@@ -203,6 +203,52 @@ def test_a_draft_head_is_left_in_the_file(folder_of: Folder, tmp_path: Path) -> 
     assert torch.equal(checkpoint.tensor(gate), plain.tensor(gate))
 
 
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe", "qwen3next"])
+def test_an_mtp_layer_is_that_of_the_checkpoint(
+    folder_of: Folder, tmp_path: Path, arch: str
+) -> None:
+    """Its block is the model's last one with attention, and the names around it are llama.cpp's."""
+    around = {
+        "mtp.fc.weight": ("eh_proj", (64, 128)),
+        "mtp.pre_fc_norm_embedding.weight": ("enorm", (64,)),
+        "mtp.pre_fc_norm_hidden.weight": ("hnorm", (64,)),
+        "mtp.norm.weight": ("shared_head_norm", (64,)),
+    }
+    drawn = np.random.default_rng(5)
+    values = {name: drawn.normal(size=s).astype("float32") for name, (_, s) in around.items()}
+
+    def change(tensors: Arrays) -> None:
+        for name, tensor in list(tensors.items()):
+            if name.startswith("blk.3."):
+                tensors[name.replace("blk.3", "blk.4")] = tensor
+        for name, (part, _) in around.items():
+            added = values[name] + 1 if "norm" in part else values[name]
+            tensors[f"blk.4.nextn.{part}.weight"] = added
+
+    keys = {"block_count": 5, "nextn_predict_layers": 1}
+    path = write_experts(folder_of(arch), tmp_path / "m.gguf", arch, change=change, keys=keys)
+    layer, model = open_checkpoint(path, mtp=True), open_checkpoint(path)
+    of_last = {n.removeprefix("model.layers.3."): n for n in model.names() if ".layers.3." in n}
+    assert set(layer.names()) == {*around, *(f"mtp.layers.0.{part}" for part in of_last)}
+    for part, name in of_last.items():
+        assert torch.equal(layer.tensor(f"mtp.layers.0.{part}"), model.tensor(name))
+    for name, expected in values.items():
+        assert layer.tensor(name).numpy() == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_unknown_part_of_an_mtp_layer_is_named(folder_of: Folder, tmp_path: Path) -> None:
+    def change(tensors: Arrays) -> None:
+        tensors["blk.4.nextn.embed_tokens.weight"] = np.ones((512, 64), "float32")
+
+    keys = {"block_count": 5, "nextn_predict_layers": 1}
+    path = write_experts(
+        folder_of("qwen35"), tmp_path / "m.gguf", "qwen35", change=change, keys=keys
+    )
+    assert open_checkpoint(path).names()
+    with pytest.raises(UnsupportedModelError, match=r"blk\.4\.nextn\.embed_tokens\.weight"):
+        open_checkpoint(path, mtp=True)
+
+
 def test_the_end_of_a_message_is_not_that_of_an_answer(folder_of: Folder, tmp_path: Path) -> None:
     path = write_experts(
         folder_of("gpt-oss"), tmp_path / "m.gguf", "gpt-oss", extra=lambda w: w.add_eot_token_id(7)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from drafted_runs import engine_of, prompts, run, runner_of
+from tiny_heads import add_mtp, make_eagle3, quiet_target
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
@@ -92,3 +95,47 @@ def test_the_text_is_the_same(mode: str, family: str, tiny_model_dir: Callable[.
     assert stats.num_accepted_tokens > 20 and stats.num_preemptions
     drafted = [s for s in steps if s.num_sampled_tokens > s.num_decode_rows + s.num_prefill_rows]
     assert {s.graph_mode for s in drafted} == {"NONE" if mode == "none" else "FULL"}
+
+
+def head_of(method: str, tiny_model_dir: Callable[..., Path], tmp_path: Path) -> tuple[Path, str]:
+    """A target, and its setting."""
+    chosen: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "mtp":
+        kinds = ["full_attention"] * 3
+        made = tiny_model_dir("qwen3_5_text", num_hidden_layers=3, layer_types=kinds)
+        target = quiet_target(made, tmp_path / "target")
+        add_mtp(target)
+    else:
+        target = tiny_model_dir("llama", num_hidden_layers=4)
+        chosen["model"] = str(target if method == "draft_model" else tmp_path / "head")
+    if method == "eagle3":
+        make_eagle3(target, tmp_path / "head", layers=(1, 2, 3))
+    return target, json.dumps(chosen)
+
+
+@pytest.mark.parametrize("mode", ["full", "none"])
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle3"])
+def test_models_draft_what_they_do_on_a_cpu(
+    method: str, mode: str, tiny_model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    target, chosen = head_of(method, tiny_model_dir, tmp_path)
+    greedy = [{"temperature": 0.0}] * len(prompts())
+    found, shares = [], []
+    for device in ("cpu", "cuda"):
+        options = {"gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 40}
+        if device == "cuda":
+            options |= {"cudagraph_mode": mode, "async_scheduling": True}
+        engine = engine_of(
+            target, device=device, speculative_config=chosen, max_model_len=256, **options
+        )
+        drafter = runner_of(engine).drafts.drafter
+        drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
+        drafter._choose = lambda plan, lengths: max(lengths, default=0)
+        found.append(run(engine, kinds=greedy))
+        stats = engine.core.scheduler.stats
+        shares.append(stats.num_accepted_tokens / stats.num_draft_tokens)
+        engine.shutdown()
+    print(shares)
+    assert found[0] == found[1]
+    assert shares[0] > 0.03 and shares[1] == pytest.approx(shares[0], rel=0.15)
+    assert (shares[1] > 0.8) == (method == "draft_model")
