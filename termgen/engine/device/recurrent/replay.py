@@ -36,11 +36,14 @@ def take_up(
     num_tokens: torch.Tensor,  # [B] int64, not yet counted in num_computed
     state: ReplayedRows,
     of_step: StepRows,
+    *,
+    is_even: bool = False,
 ) -> RecurrentMetadata:
     """The rows of a step, and their states, which lie at their places among the request rows. Once
     per step: what they take up counts as taken up from here on.
 
-    A row that has computed nothing starts from zeros.
+    A row that has computed nothing starts from zeros. is_even: each row has `max_query_len` tokens,
+    its newest one and others, which count as drafts even where they are none.
     """
     computed = state.num_computed[slots]
     found = RecurrentMetadata(
@@ -55,10 +58,15 @@ def take_up(
     )
     if not len(state.num_taken_up):
         return found
+    found.num_pending = (computed - state.num_taken_up[slots]).int()
+    if is_even:
+        found.num_decodes = of_step.num_rows
+        found.num_drafts = torch.full_like(found.num_pending, of_step.max_query_len - 1)
+        state.num_taken_up.index_copy_(0, slots, computed + num_tokens.clamp(max=1))
+        return found
     ends = computed + num_tokens
     # A row that was finished on the device may run on: its tokens count as its own.
     drafts = torch.minimum(ends - state.total_len[slots], num_tokens - 1).clamp_(min=0)
-    found.num_pending = (computed - state.num_taken_up[slots]).int()
     found.num_drafts = drafts.int()
     state.num_taken_up.index_copy_(0, slots, ends - drafts)
     return found

@@ -13,6 +13,7 @@ import torch
 
 from termgen.engine.device.drafting.acceptance import Samples
 from termgen.engine.device.drafting.base import Drafter, TargetStates
+from termgen.engine.device.recurrent.replay import take_up
 from termgen.engine.device.runner.dispatch import MOST_DRAFTED_TOKENS, BatchDescriptor, variant_of
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.device.runner.request_state import RequestState
@@ -47,6 +48,12 @@ class DraftSteps:
     def kept_layers(self) -> tuple[int, ...]:
         """See `ForwardContext`."""
         return () if self.drafter.model is None else self.drafter.model.kept_layers
+
+    def states(self, normed: torch.Tensor, kept: list[torch.Tensor]) -> TargetStates:
+        """What the drafter's model reads of a pass. A rehearsal runs fewer layers, and any states
+        do for those that it leaves out."""
+        missing = len(self.kept_layers) - len(kept)
+        return TargetStates(normed, [*kept, *[normed] * missing])
 
     def most_samples(self, num_rows: int) -> int:
         """Samples of the largest step."""
@@ -148,7 +155,10 @@ def _prepare_with_kernel(
         max_seq_len=max_seq_len,
         positions=positions,
     )
-    return InputBatch(slots, num_tokens, input_ids, positions, None, metadata)
+    recurrent = None
+    if buffers.is_recurrent:
+        recurrent = take_up(slots, num_tokens, state, metadata[0], is_even=True)
+    return InputBatch(slots, num_tokens, input_ids, positions, None, metadata, recurrent)
 
 
 def even_descriptor(plan: StepPlan) -> BatchDescriptor:

@@ -58,7 +58,7 @@ class InputBuffers:
         num_groups: int = 1,
         is_recurrent: bool = False,
     ) -> None:
-        self._is_recurrent = is_recurrent
+        self.is_recurrent = is_recurrent
         self.block_size = block_size
         self.fused = not why_unusable(device)
         """True if one kernel replaces many torch operations."""
@@ -138,7 +138,7 @@ class InputBuffers:
         )
         last = (ends - 1).clamp_(min=0)
         recurrent = None
-        if self._is_recurrent:
+        if self.is_recurrent:
             recurrent = take_up(slots, num_tokens, state, metadata[0])
         return InputBatch(slots, num_tokens, input_ids, positions, last, metadata, recurrent)
 
@@ -173,7 +173,7 @@ class InputBuffers:
             self.positions[:num_rows],
             None,
             metadata,
-            take_up(slots, num_tokens, state, metadata[0]) if self._is_recurrent else None,
+            take_up(slots, num_tokens, state, metadata[0]) if self.is_recurrent else None,
         )
 
     def metadata(

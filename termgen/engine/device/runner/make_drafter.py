@@ -60,9 +60,7 @@ def read_drafts(
     if not settings.num_drafts:
         return None
     why_not = ""
-    if device.type != "cpu" and model.linear is not None:
-        why_not = "a GPU makes no drafts for models with recurrent layers so far"
-    elif device.type != "cpu" and why_unusable(device):
+    if device.type != "cpu" and why_unusable(device):
         why_not = f"drafts need Triton kernels: {why_unusable(device)}"
     elif settings.method != "ngram" and model.transformers is not None:
         why_not = f"{settings.method} is for models that termgen's own code runs"

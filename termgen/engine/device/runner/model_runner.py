@@ -393,7 +393,7 @@ class ModelRunner:
         began_ns = time.perf_counter_ns() if is_timed else 0
         wanted = None if plan.prompt_spans or self._needs_all else batch.logits_indices
         hidden, kept = self._pass(batch, wanted)
-        drafted = None if self.drafts is None else (batch, TargetStates(hidden, kept))
+        drafted = None if self.drafts is None else (batch, self.drafts.states(hidden, kept))
         span_ns = (began_ns, time.perf_counter_ns()) if is_timed else (0, 0)
         of_prompts = None
         if plan.prompt_spans:
@@ -491,7 +491,7 @@ class ModelRunner:
                 counts, samples = even_samples(batch, self.state, drafts)
             self._sample(batch.slots, counts, logits, needs, ring, samples)
         if self.drafts is not None:
-            states = TargetStates(hidden, kept)
+            states = self.drafts.states(hidden, kept)
             self.drafts.draft(batch, states, self.kv_caches, self.state)
 
     def _sample(

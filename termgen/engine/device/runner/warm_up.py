@@ -232,6 +232,9 @@ def dummy_run(runner: ModelRunner, num_tokens: int) -> None:
             num_decodes=metadata.num_decodes,
             max_query_len=size,
         )
+        if runner.drafts is not None:
+            recurrent.num_pending = torch.zeros(1, dtype=torch.int32, device=device)
+            recurrent.num_drafts = torch.zeros(1, dtype=torch.int32, device=device)
     logits = runner.forward(InputBatch(one, one, ids, positions, last, of_groups, recurrent))
     logits.argmax(dim=-1)
 

@@ -245,3 +245,28 @@ def test_without_drafts_there_are_no_counts() -> None:
 def test_a_state_without_drafts_has_no_more_than_before() -> None:
     state: GatedDeltaState = DeltaCase().state()
     assert state.gates is None and state.conv.shape[1] == 4 and len(state.tensors()) == 2
+
+
+def test_rows_of_an_even_step_take_up_their_newest_token() -> None:
+    """What stands behind it counts as drafts, also where a row has fewer; padding has nothing."""
+    state = Rows(3, 4, "cpu")
+    state.num_computed += torch.tensor([6, 8, 0])
+    state.num_taken_up += torch.tensor([4, 8, 0, 77])
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, 4, 8, 12], dtype=torch.int32),
+        seq_lens=torch.tensor([10, 10, 0]),
+        block_table=torch.zeros(3, 1),
+        slot_mapping=torch.zeros(12),
+        num_rows=3,
+        num_tokens=12,
+        num_decodes=0,
+        max_query_len=4,
+        max_seq_len=10,
+        block_size=16,
+    )
+    slots, counts = torch.tensor([1, 0, 2]), torch.tensor([2, 4, 0])
+    found = take_up(slots, counts, state, metadata, is_even=True)
+    assert found.num_pending is not None and found.num_drafts is not None
+    assert found.num_pending.tolist() == [0, 2, 0] and found.num_drafts.tolist() == [3] * 3
+    assert found.num_decodes == 3 and found.positions.tolist() == [8, 6, 0]
+    assert state.num_taken_up.tolist() == [7, 9, 0, 77]
