@@ -97,7 +97,7 @@ def test_the_text_is_the_same(mode: str, family: str, tiny_model_dir: Callable[.
     engine.shutdown()
     assert found == expected
     # The text of this hybrid hardly repeats itself.
-    assert stats.num_accepted_tokens > (1 if "qwen3_5" in family else 20) and stats.num_preemptions
+    assert stats.num_accepted_tokens > (1 if "qwen3_5" in family else 8) and stats.num_preemptions
     drafted = [s for s in steps if s.num_sampled_tokens > s.num_decode_rows + s.num_prefill_rows]
     assert {s.graph_mode for s in drafted} == {"NONE" if mode == "none" else "FULL"}
 

@@ -1,0 +1,211 @@
+"""Speed with drafts on one GPU that are right as often as asked: random weights, real shapes.
+
+    python benchmarks/gpu_drafts.py --model llama-3.1-8b --method eagle3 --drafts 3 5
+    python benchmarks/gpu_drafts.py --model qwen3.6-27b --method mtp --acceptance .84 .60 .39
+
+Random weights guess nothing rightly. So the matrix of the head is set to zero, by which every draw
+is token 0; and when the drafter has done its work in full, its drafts are replaced by token 0 or by
+another, by chance. --acceptance: how often a draft and all before it are right, by position; one
+number is that of each draft behind right ones. An EAGLE-3 head has the layer of its target and a
+vocabulary of 32,000 tokens.
+
+A cell without drafts comes first; then all rows have all drafts in every step, whatever they cost.
+Rows begin with prompts of 512 tokens; mean over 150 steps. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_decode import PROMPT, add, drain, make_engine
+from machine import gpu_name, machine_facts, parser_of, print_rows, write_report
+from made_up_models import write_config
+from safetensors.torch import save_file
+
+from termgen.engine.device.drafting.base import DraftModel, TargetStates
+from termgen.engine.device.drafting.on_device import DeviceDrafter
+from termgen.engine.device.runner import build
+from termgen.engine.device.runner.make_drafter import make_drafter
+from termgen.engine.loop.engine import SyncEngine
+from termgen.vocabulary.events import StepRecord
+
+STEPS, WARM_STEPS = 150, 20
+EAGLE_VOCABULARY = 32_000
+
+
+class Coin:
+    """A `DraftModel` that runs another one, and replaces its drafts."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+        self.kept_layers, self.reads_states = model.kept_layers, model.reads_states
+        self.num_ahead = model.num_ahead
+        self.shares = torch.zeros(16, device="cuda")
+
+    def draft(
+        self, batch: Any, states: TargetStates, kv_caches: Any, rows: Any, num_drafts: int
+    ) -> None:
+        self._model.draft(batch, states, kv_caches, rows, num_drafts)
+        slots = batch.slots
+        chance = torch.rand((len(slots), 1), device=slots.device)
+        drafts = (chance >= self.shares[:num_drafts]).int()
+        places = rows.total_len[slots][:, None] + torch.arange(num_drafts, device=slots.device)
+        places.clamp_(max=rows.token_ids.shape[1] - 1)
+        rows.token_ids[slots[:, None], places] = drafts
+        rows.num_drafts[slots] = num_drafts * ~rows.finished[slots]
+
+
+class AllDrafts(DeviceDrafter):
+    """Has every row compute all drafts."""
+
+    def __init__(self, coin: Coin, num_tokens: int, num_slots: int) -> None:
+        super().__init__(coin, num_tokens, num_slots=num_slots)
+        self.coin, self.lengths = coin, [num_tokens]
+
+    def places(self, plan: Any, state: Any, lengths: Any) -> Any:
+        return plan.num_draft_tokens * 0 + max(lengths, default=0)
+
+
+def replace_drafters() -> None:
+    """Have engines throw the coin."""
+
+    def make_coin(wanted: Any, head: Any, attention: Any, limits: Any, **sizes: Any) -> AllDrafts:
+        model = make_drafter(wanted, head, attention, limits, **sizes).model
+        assert model is not None
+        return AllDrafts(Coin(model), wanted.settings.num_drafts, limits.max_num_seqs)
+
+    vars(build)["make_drafter"] = make_coin
+
+
+def write_eagle3(target: Path, folder: Path) -> Path:
+    config = json.loads((target / "config.json").read_text())
+    hidden, inner, heads = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    dim = config.get("head_dim") or hidden // heads
+    keys = config["num_key_value_heads"] * dim
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": EAGLE_VOCABULARY,
+        "tie_word_embeddings": False,
+    }
+    shapes = {
+        "midlayer.self_attn.q_proj": (heads * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, heads * dim),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (EAGLE_VOCABULARY, hidden),
+        **{f"midlayer.{name}": (hidden,) for name in ("input_layernorm", "hidden_norm")},
+        "midlayer.post_attention_layernorm": (hidden,),
+        "norm": (hidden,),
+    }
+    tensors = {
+        f"{name}.weight": torch.randn(shape, dtype=torch.bfloat16) * shape[-1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    tensors["d2t"] = torch.zeros(EAGLE_VOCABULARY, dtype=torch.int64)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def cell(engine: SyncEngine, batch: int, num_drafts: int) -> dict[str, Any]:
+    for index in range(batch):
+        add(engine, index, PROMPT, (STEPS + 100) * (1 + num_drafts))
+    ring = engine.core.bus.subscribe()
+    decoding = 0
+    while decoding < WARM_STEPS:
+        engine.step()
+        for record in ring.drain():
+            if isinstance(record, StepRecord):
+                is_full = record.num_decode_rows == batch and not record.num_prefill_rows
+                decoding = decoding + 1 if is_full else 0
+    began = time.perf_counter()
+    num_tokens = sum(len(delta.token_ids) for _ in range(STEPS) for delta in engine.step())
+    seconds = time.perf_counter() - began
+    records = [r for r in ring.drain() if isinstance(r, StepRecord)]
+    engine.core.bus.unsubscribe(ring)
+    for index in range(batch):
+        engine.abort(f"{index}")
+    drain(engine)
+    return {
+        "drafts": num_drafts,
+        "batch": batch,
+        "ms": seconds / STEPS * 1e3,
+        "tokens a step": num_tokens / STEPS / batch,
+        "tokens/s": num_tokens / seconds,
+        "graph_share": sum(r.graph_mode != "NONE" for r in records) / len(records),
+        "schedule_us": sum(r.schedule_us for r in records) / len(records),
+        "apply_us": sum(r.apply_us for r in records) / len(records),
+    }
+
+
+def run(
+    model: Path, method: str, num_drafts: int, batches: list[int], acceptance: list[list[float]]
+) -> list[dict[str, Any]]:
+    """num_drafts: 0 for an engine without any."""
+    options: dict[str, Any] = {"max_num_seqs": max(batches)}
+    if num_drafts:
+        chosen: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
+        if method == "eagle3":
+            chosen["model"] = str(model.parent / "head")
+        options["speculative_config"] = json.dumps(chosen)
+    engine = make_engine(model, **options)
+    runner = engine.core.executor._runner  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        for tensor in (*runner.model.head.parameters(), *runner.model.head.buffers()):
+            tensor.zero_()
+    rows = []
+    for batch in batches:
+        for shares in acceptance if num_drafts else [[0.0]]:
+            if num_drafts:
+                powers = [shares[0] ** (1 + i) for i in range(num_drafts)]
+                by_place = powers if len(shares) == 1 else shares[:num_drafts]
+                with torch.inference_mode():
+                    coin = runner.drafts.drafter.coin
+                    coin.shares[: len(by_place)] = torch.tensor(by_place, device="cuda")
+            name = " ".join(f"{share:g}" for share in shares) if num_drafts else ""
+            rows.append({"acceptance": name, **cell(engine, batch, num_drafts)})
+            print(json.dumps(rows[-1]), flush=True)
+    engine.shutdown()
+    del engine, runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--method", choices=("ngram", "mtp", "eagle3"), default="ngram")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[3])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--acceptance", type=float, nargs="+", action="append")
+    args = parser.parse_args()
+    acceptance = args.acceptance or [[0.7]]
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_config(Path(folder), args.model)
+        if args.method == "eagle3":
+            write_eagle3(model, Path(folder) / "head")
+        rows = run(model, args.method, 0, args.batch_sizes, acceptance)
+        replace_drafters()
+        for number in args.drafts:
+            rows += run(model, args.method, number, args.batch_sizes, acceptance)
+    print_rows(rows)
+    write_report(args, {"gpu": gpu_name(), "rows": rows}, machine_facts())
+
+
+if __name__ == "__main__":
+    main()
