@@ -336,6 +336,11 @@ def _paged_decode_kernel(
     q_offsets = offsets_of(heads, q_stride, GROUP, QUERIES, HEAD_DIM)[:, None] + dims[None, :]
     out_offsets = offsets_of(heads, ROW_SIZE, GROUP, QUERIES, HEAD_DIM)[:, None] + dims[None, :]
     seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+    query = tl.minimum(heads // GROUP, QUERIES - 1)
+    last_keys = seq_len - 1
+    if QUERIES > 1:
+        at = positions_ptr + row * QUERIES + query
+        last_keys = tl.load(at, mask=row < num_rows, other=0).to(tl.int32)
     if USE_PDL:
         if PREFETCH_TILES > 0:
             first = tile
@@ -365,10 +370,6 @@ def _paged_decode_kernel(
             q_at = q_ptr + row.to(tl.int64) * QUERIES * q_stride + kv_head * (GROUP * HEAD_DIM)
             q = tl.load(q_at + q_offsets, mask=head_mask, other=0.0)
             q = to_product_type(q, CACHE_BITS)
-            last_keys = seq_len - 1
-            if QUERIES > 1:
-                query = tl.minimum(heads // GROUP, QUERIES - 1)
-                last_keys = tl.load(positions_ptr + row * QUERIES + query).to(tl.int32)
             acc, top, total = attend_run(
                 q,
                 cache_ptr + kv_head * HEAD_STRIDE,
@@ -428,6 +429,11 @@ def _paged_decode_kernel(
             kv_head = 0
             row += 1
             seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+            if QUERIES == 1:
+                last_keys = seq_len - 1
+            else:
+                at = positions_ptr + row * QUERIES + query
+                last_keys = tl.load(at, mask=row < num_rows, other=0).to(tl.int32)
     _zero_empty_rows(
         seq_lens_ptr, out_ptr, program, num_rows, ROW_SIZE * QUERIES, 1024, NUM_PROGRAMS
     )
@@ -469,6 +475,9 @@ def paged_decode(
     assert num_queries <= workspace.max_queries, (num_queries, workspace.max_queries)
     assert (positions is not None) == (num_queries > 1)
     group_rows, block_d = next_power_of_2(group * num_queries), next_power_of_2(head_dim)
+    # With several queries a piece is large enough by itself: sums over more of them are four times
+    # as slow.
+    pieces = max(1, min(32, _MAX_COMBINED // (group_rows * block_d))) if num_queries == 1 else 1
     factor, cap = cap_scale(scale, softcap)
     if num_rows:
         _paged_decode_kernel[(workspace.num_programs,)](
@@ -499,7 +508,7 @@ def paged_decode(
             NUM_STAGES=config.num_stages,
             BLOCK_M=max(_MMA_ROWS, group_rows),
             BLOCK_D=block_d,
-            PIECES=max(1, min(32, _MAX_COMBINED // (group_rows * block_d))),
+            PIECES=pieces,
             PRECISION=dot_precision(q.dtype),
             PREFETCH_TILES=_prefetch_tiles(cache, config.tile),
             THREADS=32 * config.num_warps,
