@@ -146,6 +146,7 @@ class ModelRunner:
             max_blocks=-(-max_model_len // block_size),
             num_groups=len(attention.groups),
             is_recurrent=self.recurrent is not None,
+            looks_ahead=drafter is not None and drafter.model is not None,
             num_replayed=num_slots if self.recurrent is not None and drafter is not None else 0,
             vocab_size=model_config.vocab_size,
             num_eos_ids=num_eos_ids,

@@ -43,12 +43,15 @@ class RequestState:
         num_groups: int = 1,
         is_recurrent: bool = False,
         num_replayed: int = 0,
+        looks_ahead: bool = False,
         vocab_size: int,
         num_eos_ids: int,
         device: torch.device,
     ) -> None:
         """is_recurrent: no token may be computed twice, as states would take it up twice.
-        num_replayed: slots of recurrent states whose rows have drafts; 0: without drafts."""
+        num_replayed: slots of recurrent states whose rows have drafts; 0: without drafts.
+        looks_ahead: a drafter may look at blocks that a row has not got yet."""
+        self._looks_ahead = looks_ahead
         rows = max_num_seqs + 1
         self.device = device
         self.vocab_size = vocab_size
@@ -206,8 +209,8 @@ class RequestState:
         self.num_drafts.index_fill_(0, slots, 0)
         if len(self.num_taken_up):
             self.num_taken_up.index_copy_(0, slots, self.num_computed[slots])
-        # A drafter may look ahead of a row's blocks, where those of its slot's last request were.
-        self.block_tables.index_fill_(1, slots, 0)
+        if self._looks_ahead:  # where the blocks of its slot's last request were
+            self.block_tables.index_fill_(1, slots, 0)
         self._write_tokens(added)
         for row in added:
             if row.params.has_penalties:
