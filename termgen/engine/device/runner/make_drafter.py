@@ -33,6 +33,7 @@ from termgen.engine.device.models.heads.mtp import MtpHead
 from termgen.engine.device.runner import resolve
 from termgen.engine.device.runner.dispatch import MOST_DRAFTED_TOKENS
 from termgen.errors import ConfigError, ModelError
+from termgen.library.catalog import resolve_model
 from termgen.vocabulary.device.speculation import (
     FIELD,
     SpeculativeConfig,
@@ -77,12 +78,11 @@ def _read_head(settings: SpeculativeConfig, model: ModelConfig) -> HeadConfig | 
         return mtp_head(model)
     if settings.model is None:
         return None
+    place = resolve_model(settings.model).path
     if settings.method == "draft_model":
-        place = Path(settings.model).expanduser()
         return draft_model(load_model_config(place), model, place)
-    folder = Path(settings.model).expanduser()
-    source = folder / "config.json"
-    return parsed(source, lambda: eagle3_head(read_config(source), model, folder))
+    source = place / "config.json"
+    return parsed(source, lambda: eagle3_head(read_config(source), model, place))
 
 
 def load_head(

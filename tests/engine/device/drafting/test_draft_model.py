@@ -12,7 +12,9 @@ import torch
 from drafted_runs import engine_of, note_drafts, run
 from transformers import AutoModelForCausalLM
 
+from termgen.engine.device.runner import make_drafter
 from termgen.errors import ModelError
+from termgen.library.catalog import LocalModel
 
 NUM_DRAFTS = 3
 
@@ -65,3 +67,23 @@ def test_a_model_that_cannot_draft_is_named(
     text = str(refused.value)
     assert words in text and str(small) in text
     assert text.startswith("speculative_config: method draft_model: ")
+
+
+def test_it_is_named_as_other_models_are(
+    tiny_model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what `termgen models` calls it, once it is on this machine."""
+    folder = tiny_model_dir("llama")
+    asked = []
+
+    def resolve(name: str) -> LocalModel:
+        asked.append(name)
+        return LocalModel(name, folder, "folder", str(folder))
+
+    monkeypatch.setattr(make_drafter, "resolve_model", resolve)
+    engine = engine_of(folder, **settings(Path("small-one")))
+    assert asked == ["small-one"] and run(engine)
+    engine.shutdown()
+    monkeypatch.undo()
+    with pytest.raises(ModelError, match="method draft_model: unknown model 'small-one'"):
+        engine_of(folder, **settings(Path("small-one")))
