@@ -72,7 +72,7 @@ def test_a_model_that_cannot_draft_is_named(
 def test_it_is_named_as_other_models_are(
     tiny_model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what `termgen models` calls it, once it is on this machine."""
+    """A name of `termgen models` does, once the model is on this machine."""
     folder = tiny_model_dir("llama")
     asked = []
 
