@@ -161,6 +161,14 @@ class PrefixHit(NamedTuple):
         return f"{parts}; {self.reason}" if parts else self.reason
 
 
+class DraftCounts(NamedTuple):
+    """What became of the tokens that were guessed for one request."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Those of them that the model drew as well."""
+
+
 class RequestEventKind(enum.StrEnum):
     QUEUED = "queued"
     SCHEDULED = "scheduled"
@@ -181,6 +189,10 @@ class RequestEvent(NamedTuple):
     detail: str = ""
     """Finish reason, reason for a preemption, sampling parameters of a queued request, or what a
     scheduled one found in the prefix cache and what ended that: see `PrefixHit`."""
+    num_draft_tokens: int = 0
+    """Guessed tokens that steps computed for it, up to when it last had no slot."""
+    num_accepted_tokens: int = 0
+    """Those of them that the model drew as well."""
 
 
 EngineEvent = StepRecord | RequestEvent
@@ -293,6 +305,10 @@ class RequestView:
     priority: int
     is_unread: bool = False
     """Its client takes no output: it runs only while no other request waits."""
+    num_draft_tokens: int = 0
+    """Guessed tokens that steps computed for it."""
+    num_accepted_tokens: int = 0
+    """Those of them that the model drew as well."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -179,6 +179,7 @@ class EventPublisher:
                 total - num_prompt,
                 request.num_cached_tokens,
                 detail,
+                *request.drafts,
             )
         )
 
@@ -194,6 +195,7 @@ class EventPublisher:
                 row.num_output_tokens,
                 row.num_cached_tokens,
                 detail,
+                *row.drafts,
             )
         )
 

@@ -143,9 +143,9 @@ def _running_views(
     """Views of running requests, read by whole columns to save time on the engine thread."""
     table = scheduler.slots
     columns = (slots, table.num_tokens[slots], table.num_computed[slots])
-    numbers = (*columns, scheduler.kv.num_held(slots))
+    numbers = (*columns, scheduler.kv.num_held(slots), *table.drafts[:, slots])
     views = []
-    for slot, num_tokens, num_computed, num_blocks in zip(
+    for slot, num_tokens, num_computed, num_blocks, num_drafted, num_accepted in zip(
         *(column.tolist() for column in numbers), strict=True
     ):
         request, now_tokens = table.request_at(slot), scheduled.get(slot, 0)
@@ -166,6 +166,8 @@ def _running_views(
                 num_preemptions=request.num_preemptions,
                 priority=request.priority,
                 is_unread=request.request_id in scheduler.unread,
+                num_draft_tokens=num_drafted,
+                num_accepted_tokens=num_accepted,
             )
         )
     return views
@@ -186,4 +188,6 @@ def _waiting_view(request: Request, now: int, unread: Collection[str]) -> Reques
         num_preemptions=request.num_preemptions,
         priority=request.priority,
         is_unread=request.request_id in unread,
+        num_draft_tokens=request.drafts.num_drafted,
+        num_accepted_tokens=request.drafts.num_accepted,
     )
