@@ -93,6 +93,12 @@ class StepRecord(NamedTuple):
     """Since start: guessed tokens that steps computed."""
     num_accepted_tokens: int = 0
     """Since start: those of them that the model drew as well."""
+    num_drafts: int = 0
+    """Since start: rows of steps that computed guessed tokens."""
+    drafted_per_pos: tuple[int, ...] = ()
+    """Since start: guessed tokens that were the first, second, ... of their row in a step."""
+    accepted_per_pos: tuple[int, ...] = ()
+    """Those of them that the model drew as well, for the same positions."""
 
     @property
     def launched_ns(self) -> int:

@@ -9,6 +9,7 @@ step lands. Engine thread only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -51,14 +52,30 @@ class KeptTokens(NamedTuple):
 class DraftStats:
     """Counters of all requests since start."""
 
+    num_drafts: int = 0
+    """Rows of steps that had drafts."""
     num_draft_tokens: int = 0
     """Drafts that the device computed."""
     num_accepted_tokens: int = 0
     """Drafts that stayed."""
+    drafted_per_pos: tuple[int, ...] = ()
+    """How many of `num_draft_tokens` were the first, second, ... draft of their row."""
+    accepted_per_pos: tuple[int, ...] = ()
 
     def count_drafts(self, kept: KeptTokens) -> None:
-        self.num_draft_tokens += int(kept.drafted.sum())
-        self.num_accepted_tokens += len(kept.token_ids) - len(kept.counts)
+        drafted, accepted = kept.drafted, kept.counts - 1
+        self.num_drafts += int(np.count_nonzero(drafted))
+        self.num_draft_tokens += int(drafted.sum())
+        self.num_accepted_tokens += int(accepted.sum())
+        positions = np.arange(drafted.max(initial=0))
+        self.drafted_per_pos = _with_rows(self.drafted_per_pos, drafted, positions)
+        self.accepted_per_pos = _with_rows(self.accepted_per_pos, accepted, positions)
+
+
+def _with_rows(totals: tuple[int, ...], rows: IntArray, positions: IntArray) -> tuple[int, ...]:
+    """Totals by position, with one more at the first positions of each row, as many as it has."""
+    more = (positions < rows[:, None]).sum(axis=0).tolist()
+    return tuple(map(sum, zip_longest(totals, more, fillvalue=0)))
 
 
 def kept_tokens(plan: StepPlan, result: StepResult, rows: IntArray) -> KeptTokens:

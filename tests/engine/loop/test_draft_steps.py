@@ -50,6 +50,13 @@ def test_a_step_keeps_the_right_drafts_and_one_token_more(depth: int, num_right:
     assert fewest <= num_steps <= fewest + 4
     assert stats.num_accepted_tokens == 59 - num_steps
     assert stats.num_draft_tokens == sum(plan.num_drafts for plan in driver.executor.plans)
+    assert stats.num_drafts == sum(plan.num_drafts > 0 for plan in decodes(driver))
+    drafts = [plan.num_drafts for plan in decodes(driver)]
+    assert stats.drafted_per_pos == tuple(sum(n > i for n in drafts) for i in range(4))
+    accepted = stats.accepted_per_pos
+    assert len(accepted) == 4 and sum(accepted) == stats.num_accepted_tokens
+    for position, (made, kept) in enumerate(zip(stats.drafted_per_pos, accepted, strict=True)):
+        assert kept == (made if position < num_right else 0)
     driver.assert_drained()
 
 
