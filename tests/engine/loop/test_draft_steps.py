@@ -220,3 +220,4 @@ def test_a_view_of_a_running_request_counts_its_drafts() -> None:
     counted = (view.num_draft_tokens, view.num_accepted_tokens)
     assert counted == (stats.num_draft_tokens, stats.num_accepted_tokens)
     assert view.num_draft_tokens > view.num_accepted_tokens > 3
+    assert (view.status, view.num_scheduled_tokens) == ("decode", 4), "its drafts are no prompt"
