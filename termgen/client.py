@@ -171,6 +171,10 @@ class TokenDelta:
     timings: RequestTimings | None = None
     """Set on the last delta."""
     error: TermgenError | None = None
+    num_draft_tokens: int = 0
+    """Tokens that were guessed for the completion so far."""
+    num_accepted_tokens: int = 0
+    """Those of them that became output tokens."""
     calls: tuple[CallPiece, ...] = ()
     """Tool calls, where a remote server takes them out of the text; else they are in `text`."""
 

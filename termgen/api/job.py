@@ -106,13 +106,14 @@ def _check_ping_interval(body: GenerationFields) -> float | None:
 class Tally:
     """Token counts and timings over all choices of one HTTP request."""
 
-    __slots__ = ("_cached", "_n", "_output", "_prompt", "_timings")
+    __slots__ = ("_cached", "_drafts", "_n", "_output", "_prompt", "_timings")
 
     def __init__(self, n: int) -> None:
         self._n = n
         self._prompt: dict[int, int] = {}  # by prompt
         self._cached: dict[int, int] = {}
         self._output: dict[int, int] = {}  # by choice
+        self._drafts: dict[int, tuple[int, int]] = {}
         self._timings: dict[int, tuple[RequestTimings, int]] = {}
 
     def add(self, choice: int, delta: TokenDelta) -> None:
@@ -121,17 +122,26 @@ class Tally:
         # the completions of one prompt can hit the cache differently; the first one counts
         self._cached.setdefault(prompt, delta.num_cached_tokens)
         self._output[choice] = delta.num_output_tokens
+        if delta.num_draft_tokens:
+            self._drafts[choice] = (delta.num_draft_tokens, delta.num_accepted_tokens)
         if delta.timings is not None:
             self._timings[choice] = (delta.timings, delta.num_output_tokens)
 
     def usage(self) -> dict[str, Any]:
         prompt, output = sum(self._prompt.values()), sum(self._output.values())
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        if self._drafts:
+            drafted, accepted = map(sum, zip(*self._drafts.values(), strict=True))
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+        return usage
 
     def timings(self) -> dict[str, Any]:
         """The `termgen` object of a response that asked for `include_timings`."""

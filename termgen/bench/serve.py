@@ -58,6 +58,19 @@ class ServeRun:
             found["screen_share"] = self.screen_share
         return found
 
+    def drafts(self) -> dict[str, float]:
+        """The share of the guessed tokens that stayed, and how many tokens a step gave a request;
+        empty where the server guessed none, or has no counters of it."""
+        server = self.server or {}
+        drafted, kept = server.get("draft_tokens"), server.get("accepted_tokens")
+        if not drafted or kept is None:
+            return {}
+        found = {"kept_share": kept / drafted}
+        made = server.get("generation_tokens", 0.0)
+        if made > kept:  # a step gives one token more than the guesses that stayed
+            found["tokens_per_step"] = made / (made - kept)
+        return found
+
     @property
     def cached_share(self) -> float | None:
         """Share of the prompts' tokens that were in the prefix cache, as the server counted."""
@@ -224,6 +237,7 @@ def document(run: ServeRun, engine_flags: list[str] | None) -> dict[str, Any]:
         "url": run.url,
         "server_owner": run.model.owner,
         "server_counts": run.server,
+        "drafts": run.drafts() or None,
         "observer": run.observer(),
         "prompts_are_token_ids": run.can_tokenize,
         "warnings": run.warnings(),

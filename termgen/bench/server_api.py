@@ -23,6 +23,14 @@ COUNTS = {
     "generation_tokens": ("termgen_generation_tokens_total", "vllm:generation_tokens_total"),
     "cached_tokens": ("termgen_prompt_tokens_cached_total", "vllm:prefix_cache_hits_total"),
     "preemptions": ("termgen_num_preemptions_total", "vllm:num_preemptions_total"),
+    "draft_tokens": (
+        "termgen_spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+    ),
+    "accepted_tokens": (
+        "termgen_spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+    ),
     "requests": ("termgen_request_success_total", "vllm:request_success_total"),
     "request_seconds": (
         "termgen_e2e_request_latency_seconds_sum",

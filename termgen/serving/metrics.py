@@ -64,6 +64,8 @@ SAME_NAMES = frozenset(
         "request_max_num_generation_tokens",
         *("request_prefill_kv_computed_tokens", "request_params_n", "request_params_max_tokens"),
         *("cache_config_info", "engine_sleep_state"),
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+        *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
     }
 )
 """`termgen_NAME` is `vllm:NAME`."""
@@ -214,6 +216,9 @@ class _SinceStart:
     num_late_masks: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_drafts: int = 0
+    drafted_per_pos: tuple[int, ...] = ()
+    accepted_per_pos: tuple[int, ...] = ()
     num_dropped: int = 0
 
 
@@ -262,6 +267,11 @@ class _SinceStartCollector(Collector):
                 counts.num_late_masks,
             ),
             (
+                "spec_decode_num_drafts",
+                "Times that a step computed guessed tokens of a request",
+                counts.num_drafts,
+            ),
+            (
                 "spec_decode_num_draft_tokens",
                 "Guessed tokens that steps computed",
                 counts.num_draft_tokens,
@@ -278,6 +288,7 @@ class _SinceStartCollector(Collector):
             ),
         ):
             yield self._counter(name, help_text, value)
+        yield from self._by_position(counts)
         if (states := counts.states) is not None:
             what = "copies of recurrent layers' states as prefixes"
             yield self._counter("state_copies_made", f"Made {what}", states.num_made)
@@ -285,6 +296,21 @@ class _SinceStartCollector(Collector):
                 "state_copies_used", f"Requests that started from {what}", states.num_used
             )
             yield self._counter("state_copies_evicted", f"Evicted {what}", states.num_evicted)
+
+    def _by_position(self, counts: _SinceStart) -> Iterator[Metric]:
+        """Positions are counted from 0, as in vLLM."""
+        for name, help_text, values in (
+            ("draft", "Guessed tokens that steps computed", counts.drafted_per_pos),
+            ("accepted", "Guessed tokens that the model drew as well", counts.accepted_per_pos),
+        ):
+            family = CounterMetricFamily(
+                f"termgen_spec_decode_num_{name}_tokens_per_pos",
+                f"{help_text}, by position behind a request's newest token",
+                labels=["model", "position"],
+            )
+            for position, value in enumerate(values):
+                family.add_metric([self._model, str(position)], value)
+            yield family
 
     def _counter(self, name: str, help_text: str, value: int) -> Metric:
         family = CounterMetricFamily(f"termgen_{name}", help_text, labels=["model"])
@@ -392,6 +418,9 @@ class ServerMetrics(ModelMetrics):
             self._since_start.num_late_masks = newest.num_late_masks
             self._since_start.num_draft_tokens = newest.num_draft_tokens
             self._since_start.num_accepted_tokens = newest.num_accepted_tokens
+            self._since_start.num_drafts = newest.num_drafts
+            self._since_start.drafted_per_pos = newest.drafted_per_pos
+            self._since_start.accepted_per_pos = newest.accepted_per_pos
             self._covered.set(newest.covered_us / 1e6)
             self._on_state(newest)
             self._on_heartbeat(newest.applied_ns)

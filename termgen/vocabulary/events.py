@@ -93,6 +93,12 @@ class StepRecord(NamedTuple):
     """Since start: guessed tokens that steps computed."""
     num_accepted_tokens: int = 0
     """Since start: those of them that the model drew as well."""
+    num_drafts: int = 0
+    """Since start: rows of steps that computed guessed tokens."""
+    drafted_per_pos: tuple[int, ...] = ()
+    """Since start: guessed tokens that were the first, second, ... of their row in a step."""
+    accepted_per_pos: tuple[int, ...] = ()
+    """Those of them that the model drew as well, for the same positions."""
 
     @property
     def launched_ns(self) -> int:
@@ -161,6 +167,14 @@ class PrefixHit(NamedTuple):
         return f"{parts}; {self.reason}" if parts else self.reason
 
 
+class DraftCounts(NamedTuple):
+    """What became of the tokens that were guessed for one request."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Those of them that the model drew as well."""
+
+
 class RequestEventKind(enum.StrEnum):
     QUEUED = "queued"
     SCHEDULED = "scheduled"
@@ -181,6 +195,10 @@ class RequestEvent(NamedTuple):
     detail: str = ""
     """Finish reason, reason for a preemption, sampling parameters of a queued request, or what a
     scheduled one found in the prefix cache and what ended that: see `PrefixHit`."""
+    num_draft_tokens: int = 0
+    """Guessed tokens that steps computed for it, up to when it last had no slot."""
+    num_accepted_tokens: int = 0
+    """Those of them that the model drew as well."""
 
 
 EngineEvent = StepRecord | RequestEvent
@@ -293,6 +311,10 @@ class RequestView:
     priority: int
     is_unread: bool = False
     """Its client takes no output: it runs only while no other request waits."""
+    num_draft_tokens: int = 0
+    """Guessed tokens that steps computed for it."""
+    num_accepted_tokens: int = 0
+    """Those of them that the model drew as well."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.errors import RequestError
-from termgen.vocabulary.events import PrefixHit
+from termgen.vocabulary.events import DraftCounts, PrefixHit
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.token_mask import GrammarState, TokenGrammar
 
@@ -131,6 +131,8 @@ class Request:
     """Prefix-cache hits, in tokens, when the request was first scheduled."""
     hit: PrefixHit = PrefixHit()
     """What it found when it was last given a slot."""
+    drafts: DraftCounts = DraftCounts()
+    """Up to when the slot was last released, as `token_ids`."""
     num_preemptions: int = 0
     first_scheduled_ns: int = 0
     finish_reason: FinishReason | None = None

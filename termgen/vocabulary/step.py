@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.errors import TermgenError
+from termgen.vocabulary.events import DraftCounts
 from termgen.vocabulary.request import FinishReason, IntArray
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -265,6 +266,7 @@ class FinishedRow:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    drafts: DraftCounts = DraftCounts()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -314,3 +316,5 @@ class StepDelivery(NamedTuple):
     """Rows aligned with `token_ids`."""
     finished: tuple[FinishedRow, ...]
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    num_drafted: IntArray | None = None
+    """[num_rows] drafts that were computed for each; None: the step had none."""

@@ -123,6 +123,19 @@ def test_choices_are_numbered_over_all_prompts() -> None:
     assert response["object"] == "text_completion"
 
 
+def test_usage_counts_the_drafts_of_all_choices_where_there_were_some() -> None:
+    request = parse("a", n=3)
+    counts = {"num_draft_tokens": 9, "num_accepted_tokens": 4}
+    answers = [answer("x", index=0, **counts), answer("y", index=1), answer("z", index=2, **counts)]
+    usage = completion_response(request, answers, ["a"])["usage"]
+    assert usage["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 8,
+        "rejected_prediction_tokens": 10,
+    }
+    usage = completion_response(request, answers[1:2] * 3, ["a"])["usage"]
+    assert "completion_tokens_details" not in usage
+
+
 def test_a_stream_echoes_once_per_choice() -> None:
     request = parse("hi", stream=True, echo=True, n=2)
     stream = CompletionStream(request, ["hi"])

@@ -232,6 +232,35 @@ def test_counts_are_summed_over_labels_of_either_server() -> None:
     assert read_counts(tax) == {"telling_seconds": 0.5, "working_seconds": 50.0}
 
 
+def test_drafts_of_either_server_are_in_report_and_file() -> None:
+    text = 'X_total{m="a"} 160\nYspec_decode_num_draft_tokens_total 200\n'
+    text += "Yspec_decode_num_accepted_tokens_total 120\n"
+    text += 'Yspec_decode_num_accepted_tokens_per_pos_total{position="0"} 90\n'
+    for prefix in ("termgen_", "vllm:"):
+        counts = read_counts(
+            text.replace("X_total", f"{prefix}generation_tokens_total").replace("Y", prefix)
+        )
+        wanted = {"generation_tokens": 160.0, "draft_tokens": 200.0, "accepted_tokens": 120.0}
+        assert counts == wanted
+        run = ServeRun(
+            make_result(ServeOptions(num_prompts=1), measured(answer(0.0, 0.1, [0.1])), [4]),
+            ServedModel("m", "termgen", 99),
+            "http://x",
+            0,
+            True,
+            counts,
+        )
+        facts = dict(serve_report.rows_of(run))
+        assert facts["guessed tokens kept"] == "60.0% of 200"
+        assert facts["tokens a step"] == "4.00 for each request in it"
+        assert document(run, None)["drafts"] == {"kept_share": 0.6, "tokens_per_step": 4.0}
+    for server in (None, {"generation_tokens": 9.0}, {**wanted, "draft_tokens": 0.0}):
+        bare = replace(run, server=server)
+        facts = dict(serve_report.rows_of(bare))
+        assert not {"guessed tokens kept", "tokens a step"} & facts.keys()
+        assert document(bare, None)["drafts"] is None
+
+
 def test_what_watching_cost_is_in_report_and_file() -> None:
     run = ServeRun(
         make_result(ServeOptions(num_prompts=1), measured(answer(0.0, 0.1, [0.1])), [4]),

@@ -34,6 +34,7 @@ def delivery(
     finished: Sequence[FinishedRow] = (),
     logprobs: StepLogprobs | None = None,
     time_ns: int = 1000,
+    drafted: Sequence[int] | None = None,
 ) -> StepDelivery:
     """rows: (slot, epoch, token ids)."""
     as_array = lambda values: np.array(values, dtype=np.int32)  # noqa: E731
@@ -47,6 +48,7 @@ def delivery(
         token_ids=as_array([t for r in rows for t in r[2]]),
         logprobs=logprobs,
         finished=tuple(finished),
+        num_drafted=None if drafted is None else as_array(drafted),
     )
 
 

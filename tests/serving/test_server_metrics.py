@@ -215,6 +215,20 @@ def test_what_requests_wait_for_is_told() -> None:
             assert samples(text)[name, frozenset(labels.items())] == count
 
 
+def test_drafts_are_counted_under_the_names_of_vllm_too() -> None:
+    metrics = ServerMetrics("fake/model-1", vllm_names=True)
+    totals = {"num_drafts": 5, "num_draft_tokens": 9, "num_accepted_tokens": 4}
+    by_place = {"drafted_per_pos": (5, 4), "accepted_per_pos": (3, 1)}
+    metrics.on_events([make_step_record(**totals, **by_place)])
+    found = samples(metrics.render().decode())
+    labels = {"model_name": "fake/model-1", "engine": "0"}
+    for name, total in totals.items():
+        assert found[f"vllm:spec_decode_{name}_total", frozenset(labels.items())] == total
+    for position, count in enumerate((3, 1)):
+        at = frozenset({**labels, "position": str(position)}.items())
+        assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", at] == count
+
+
 async def test_the_longest_completion_of_a_request_is_counted_once() -> None:
     engine = FakeEngine()
     async with app_client(engine, metrics_compat="vllm") as client:

@@ -99,7 +99,8 @@ async def test_launches_are_counted_by_queue_depth_beside_wasted_tokens_and_late
             record = make_step_record(queue_depth=depth, launch_us=50.0, publish_us=20.0)
             engine.bus.publish(record)
         totals = {"num_wasted_tokens": 5, "num_late_masks": 3}
-        totals |= {"num_draft_tokens": 9, "num_accepted_tokens": 4}
+        totals |= {"num_draft_tokens": 9, "num_accepted_tokens": 4, "num_drafts": 5}
+        totals |= {"drafted_per_pos": (5, 4), "accepted_per_pos": (3, 1)}
         engine.bus.publish(make_step_record(queue_depth=7, **totals))
         text = (await client.get("/metrics")).text
     assert value(text, "engine_launches_total", queue_depth="0") == 1
@@ -110,6 +111,11 @@ async def test_launches_are_counted_by_queue_depth_beside_wasted_tokens_and_late
     assert value(text, "engine_late_masks_total") == 3
     assert value(text, "spec_decode_num_draft_tokens_total") == 9
     assert value(text, "spec_decode_num_accepted_tokens_total") == 4
+    assert value(text, "spec_decode_num_drafts_total") == 5
+    for position, (drafted, accepted) in enumerate(((5, 3), (4, 1))):
+        at = {"position": str(position)}
+        assert value(text, "spec_decode_num_draft_tokens_per_pos_total", **at) == drafted
+        assert value(text, "spec_decode_num_accepted_tokens_per_pos_total", **at) == accepted
     assert value(text, "engine_telling_seconds_total") == pytest.approx(80e-6)
 
 

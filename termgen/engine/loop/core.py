@@ -356,6 +356,7 @@ class EngineCore:
                 logprobs=logprobs,
                 finished=finished,
                 prompt_logprobs=prompt_logprobs,
+                num_drafted=applied.num_drafted,
             )
         )
 

@@ -133,6 +133,9 @@ class EventPublisher:
             num_late_masks=stats.num_late_masks,
             num_draft_tokens=stats.num_draft_tokens,
             num_accepted_tokens=stats.num_accepted_tokens,
+            num_drafts=stats.num_drafts,
+            drafted_per_pos=stats.drafted_per_pos,
+            accepted_per_pos=stats.accepted_per_pos,
             host_us=times.host_ns / 1e3,
             wait_us=(times.landed_ns - times.waited_ns) / 1e3,
             idle_us=max(0, result.started_ns - free_since_ns) / 1e3,
@@ -179,6 +182,7 @@ class EventPublisher:
                 total - num_prompt,
                 request.num_cached_tokens,
                 detail,
+                *request.drafts,
             )
         )
 
@@ -194,6 +198,7 @@ class EventPublisher:
                 row.num_output_tokens,
                 row.num_cached_tokens,
                 detail,
+                *row.drafts,
             )
         )
 

@@ -78,12 +78,12 @@ def copy_state(
     """Copy the engine's state. `plan`: the newest one, for each request's tokens in it."""
     now = time.perf_counter_ns()
     table, kv = scheduler.slots, scheduler.kv
-    scheduled: dict[int, int] = {}
+    scheduled: dict[int, tuple[int, int]] = {}  # slot: (tokens in the step, drafts among them)
     if plan is not None:
         current = table.epoch[plan.slots] == plan.epochs
-        scheduled = dict(
-            zip(plan.slots[current].tolist(), plan.num_tokens[current].tolist(), strict=True)
-        )
+        columns = (plan.slots, plan.num_tokens, plan.num_draft_tokens)
+        rows = zip(*(column[current].tolist() for column in columns), strict=True)
+        scheduled = {slot: (num_tokens, drafts) for slot, num_tokens, drafts in rows}
     running = table.running
     listed = running[:MAX_LISTED]
     views = _running_views(scheduler, listed, scheduled, now)
@@ -138,19 +138,22 @@ def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -
 
 
 def _running_views(
-    scheduler: Scheduler, slots: npt.NDArray[np.int32], scheduled: dict[int, int], now: int
+    scheduler: Scheduler,
+    slots: npt.NDArray[np.int32],
+    scheduled: dict[int, tuple[int, int]],
+    now: int,
 ) -> list[RequestView]:
     """Views of running requests, read by whole columns to save time on the engine thread."""
     table = scheduler.slots
     columns = (slots, table.num_tokens[slots], table.num_computed[slots])
-    numbers = (*columns, scheduler.kv.num_held(slots))
+    numbers = (*columns, scheduler.kv.num_held(slots), *table.drafts[:, slots])
     views = []
-    for slot, num_tokens, num_computed, num_blocks in zip(
+    for slot, num_tokens, num_computed, num_blocks, num_drafted, num_accepted in zip(
         *(column.tolist() for column in numbers), strict=True
     ):
-        request, now_tokens = table.request_at(slot), scheduled.get(slot, 0)
-        # All but the newest known token are computed: it decodes one token per step from here.
-        is_decoding = num_computed >= num_tokens - 1 and now_tokens <= 1
+        request, (now_tokens, drafts) = table.request_at(slot), scheduled.get(slot, (0, 0))
+        # All but the newest known token are computed: it decodes one token, and drafts, per step.
+        is_decoding = num_computed >= num_tokens - 1 and now_tokens - drafts <= 1
         num_output = num_tokens - request.num_prompt_tokens
         views.append(
             RequestView(
@@ -166,6 +169,8 @@ def _running_views(
                 num_preemptions=request.num_preemptions,
                 priority=request.priority,
                 is_unread=request.request_id in scheduler.unread,
+                num_draft_tokens=num_drafted,
+                num_accepted_tokens=num_accepted,
             )
         )
     return views
@@ -186,4 +191,6 @@ def _waiting_view(request: Request, now: int, unread: Collection[str]) -> Reques
         num_preemptions=request.num_preemptions,
         priority=request.priority,
         is_unread=request.request_id in unread,
+        num_draft_tokens=request.drafts.num_drafted,
+        num_accepted_tokens=request.drafts.num_accepted,
     )

@@ -8,6 +8,8 @@ step lands. Engine thread only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -40,10 +42,40 @@ class KeptTokens(NamedTuple):
     """Their indices among the step's samples."""
     counts: IntArray
     """[num_rows] tokens of each row."""
+    drafted: IntArray
+    """[num_rows] drafts that were computed for each row."""
     places: IntArray
     """[num_rows] places for drafts that each row had in the plan."""
-    num_drafted: int
-    """Drafts that were in these places."""
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """Counters of all requests since start."""
+
+    num_drafts: int = 0
+    """Rows of steps that had drafts."""
+    num_draft_tokens: int = 0
+    """Drafts that the device computed."""
+    num_accepted_tokens: int = 0
+    """Drafts that stayed."""
+    drafted_per_pos: tuple[int, ...] = ()
+    """How many of `num_draft_tokens` were the first, second, ... draft of their row."""
+    accepted_per_pos: tuple[int, ...] = ()
+
+    def count_drafts(self, kept: KeptTokens) -> None:
+        drafted, accepted = kept.drafted, kept.counts - 1
+        self.num_drafts += int(np.count_nonzero(drafted))
+        self.num_draft_tokens += int(drafted.sum())
+        self.num_accepted_tokens += int(accepted.sum())
+        positions = np.arange(drafted.max(initial=0))
+        self.drafted_per_pos = _with_rows(self.drafted_per_pos, drafted, positions)
+        self.accepted_per_pos = _with_rows(self.accepted_per_pos, accepted, positions)
+
+
+def _with_rows(totals: tuple[int, ...], rows: IntArray, positions: IntArray) -> tuple[int, ...]:
+    """Totals by position, with one more at the first positions of each row, as many as it has."""
+    more = (positions < rows[:, None]).sum(axis=0).tolist()
+    return tuple(map(sum, zip_longest(totals, more, fillvalue=0)))
 
 
 def kept_tokens(plan: StepPlan, result: StepResult, rows: IntArray) -> KeptTokens:
@@ -57,8 +89,8 @@ def kept_tokens(plan: StepPlan, result: StepResult, rows: IntArray) -> KeptToken
         result.token_ids[np.repeat(begins[rows], counts) + within],
         (np.repeat(first[rows], counts) + within).astype(np.int32),
         counts,
+        drafted[rows],
         places,
-        int(drafted[rows].sum()),
     )
 
 
@@ -67,6 +99,7 @@ def append_kept(
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
     """Add landed tokens to these rows, and uncount the drafts that did not stay. Returns as
     `SlotTable.append_tokens`: the device cuts a row's tokens behind its end."""
+    table.drafts[:, slots] += np.stack((kept.drafted, kept.counts - 1))
     lengths, num_pending, limit, stop_after = table.facts_of_ends.take(slots, axis=1)
     ends = np.cumsum(kept.counts)
     first = table.row_of_ids.take(slots) + lengths - (ends - kept.counts)

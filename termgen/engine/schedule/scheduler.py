@@ -20,7 +20,7 @@ import numpy.typing as npt
 from termgen.engine.schedule.block_pool import CachedPrefix
 from termgen.engine.schedule.constraints import Constraints
 from termgen.engine.schedule.decode_step import DecodeStep
-from termgen.engine.schedule.drafts import append_kept, kept_tokens, places_for_drafts
+from termgen.engine.schedule.drafts import DraftStats, append_kept, kept_tokens, places_for_drafts
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.plan import PlanBuilder, copy_states, drop_unseen
 from termgen.engine.schedule.prompt_pace import PromptPace
@@ -49,7 +49,7 @@ class SchedulerConfig:
 
 
 @dataclass(slots=True)
-class SchedulerStats:
+class SchedulerStats(DraftStats):
     """Counters since start."""
 
     prefix_query_tokens: int = 0
@@ -66,10 +66,6 @@ class SchedulerStats:
     wasted_tokens: int = 0
     """Tokens computed for requests whose end or preemption was not known to the plan, or again
     because of a late mask."""
-    num_draft_tokens: int = 0
-    """Drafts that the device computed."""
-    num_accepted_tokens: int = 0
-    """Drafts that stayed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +80,8 @@ class AppliedStep:
     """Index of these tokens among the step's samples."""
     num_tokens: IntArray | None = None
     """[num_rows] tokens of each row; None: one."""
+    num_drafted: IntArray | None = None
+    """[num_rows] drafts that were computed for each row; None: no row had any."""
     finished: list[FinishedRow] = field(default_factory=list)
 
 
@@ -577,9 +575,8 @@ class Scheduler:
         applied = AppliedStep(slots, epochs, tokens, rows)
         if plan.num_drafts:
             kept = kept_tokens(plan, result, rows)
-            applied.token_ids, applied.samples, applied.num_tokens = kept[:3]
-            self.stats.num_draft_tokens += kept.num_drafted
-            self.stats.num_accepted_tokens += len(kept.token_ids) - len(rows)
+            applied.token_ids, applied.samples, applied.num_tokens, applied.num_drafted = kept[:4]
+            self.stats.count_drafts(kept)
             stopped, ended = append_kept(self.slots, slots, kept)
         else:
             stopped, ended = self.slots.append_tokens(slots, tokens)
@@ -689,6 +686,7 @@ class Scheduler:
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
+            drafts=request.drafts,
         )
 
     def _release_slot(self, slot: int, *, publish: bool = True) -> Request:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from termgen.vocabulary.events import DraftCounts
 from termgen.vocabulary.request import IntArray, Request
 
 NUM_STOP_COLUMNS = 8
@@ -62,6 +63,8 @@ class SlotTable:
         """Rows that have a grammar."""
         self.may_draft = np.zeros(max_num_seqs, np.bool_)
         """Its tokens may be guessed."""
+        self.drafts: IntArray = np.zeros((2, max_num_seqs), np.int32)
+        """The fields of each request's `DraftCounts`, counted when steps land."""
         self.has_edits = np.zeros(max_num_seqs, np.bool_)
         """Has a logit bias, allowed ids or bad words."""
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
@@ -100,6 +103,7 @@ class SlotTable:
         self.has_grammar[slot] = request.grammar is not None
         self.num_constrained += request.grammar is not None
         self.may_draft[slot] = request.may_draft
+        self.drafts[:, slot] = request.drafts
         self.has_edits[slot] = params.edits_logits
         owed = params.prompt_logprobs if request.owes_prompt_logprobs else None
         self.num_prompt_logprobs[slot] = -1 if owed is None else owed
@@ -110,6 +114,7 @@ class SlotTable:
         request = self.requests[slot]
         assert request is not None
         request.token_ids = self.token_ids[slot, : self.num_tokens[slot]].copy()
+        request.drafts = DraftCounts(*self.drafts[:, slot].tolist())
         request.slot = request.epoch = -1
         self.requests[slot] = None
         self.more_stops.discard(slot)

@@ -41,8 +41,10 @@ class Completion:
         "first_scheduled_ns",
         "first_token_ns",
         "index",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_copies",
+        "num_draft_tokens",
         "num_logprobs",
         "num_output_tokens",
         "num_prompt_tokens",
@@ -85,6 +87,7 @@ class Completion:
         """Identical (greedy) completions that this one represents."""
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         self.arrival_ns = arrival_ns
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
@@ -257,6 +260,7 @@ class OutputProcessor:
             delivery.num_tokens.tolist(),
             strict=True,
         )
+        drafted = None if delivery.num_drafted is None else delivery.num_drafted.tolist()
         for row, (slot, epoch, count) in enumerate(rows):
             completion = self._rows.get((slot, epoch))
             if completion is not None and count:
@@ -266,7 +270,10 @@ class OutputProcessor:
                     entries = logprobs.entries(self._names, first, count, completion.num_logprobs)
                 ended = finished.pop(completion.request_id, None)
                 tokens = tuple(token_ids[start : start + count])
-                delta = self._advance(completion, tokens, entries, ended, delivery.time_ns)
+                num_drafted = drafted[row] if drafted else 0
+                delta = self._advance(
+                    completion, tokens, entries, ended, delivery.time_ns, num_drafted
+                )
                 deltas += _copies(delta, completion.num_copies)
             start += count
         for ended in finished.values():
@@ -340,10 +347,14 @@ class OutputProcessor:
         logprobs: tuple[TokenLogprob, ...] | None,
         ended: FinishedRow | None,
         time_ns: int,
+        num_drafted: int,
     ) -> TokenDelta:
         if not completion.first_token_ns:
             completion.first_token_ns = time_ns
         text, used = completion.push(token_ids, ended)
+        if num_drafted:
+            completion.num_draft_tokens += num_drafted
+            completion.num_accepted_tokens += max(0, used - 1)
         detokenizer = completion.detokenizer
         if detokenizer is not None and detokenizer.stop is not None:
             if ended is None:
@@ -427,6 +438,8 @@ def _delta(
         num_prompt_tokens=completion.num_prompt_tokens,
         num_cached_tokens=completion.num_cached_tokens,
         num_output_tokens=completion.num_output_tokens,
+        num_draft_tokens=completion.num_draft_tokens,
+        num_accepted_tokens=completion.num_accepted_tokens,
         prompt_token_ids=prompt_token_ids,
         prompt_logprobs=prompt_logprobs,
     )

@@ -9,7 +9,8 @@ from constrained_harness import ConstrainedDriver, FakeGrammar
 from core_harness import CoreDriver
 from scripted_device import next_token
 
-from termgen.vocabulary.step import StepPlan
+from termgen.vocabulary.events import RequestEvent, RequestEventKind
+from termgen.vocabulary.step import StepDelivery, StepPlan
 
 DEPTHS = (1, 2, 5)
 
@@ -49,6 +50,13 @@ def test_a_step_keeps_the_right_drafts_and_one_token_more(depth: int, num_right:
     assert fewest <= num_steps <= fewest + 4
     assert stats.num_accepted_tokens == 59 - num_steps
     assert stats.num_draft_tokens == sum(plan.num_drafts for plan in driver.executor.plans)
+    assert stats.num_drafts == sum(plan.num_drafts > 0 for plan in decodes(driver))
+    drafts = [plan.num_drafts for plan in decodes(driver)]
+    assert stats.drafted_per_pos == tuple(sum(n > i for n in drafts) for i in range(4))
+    accepted = stats.accepted_per_pos
+    assert len(accepted) == 4 and sum(accepted) == stats.num_accepted_tokens
+    for position, (made, kept) in enumerate(zip(stats.drafted_per_pos, accepted, strict=True)):
+        assert kept == (made if position < num_right else 0)
     driver.assert_drained()
 
 
@@ -160,3 +168,56 @@ def test_a_shared_prefix_holds_no_rejected_draft() -> None:
     driver.run()
     assert again.num_cached_tokens >= len(history) - 3
     assert again.tokens == driver.reference(again)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_each_request_knows_what_became_of_its_drafts(depth: int) -> None:
+    """Also over preemptions: there are blocks for one whole answer and a half."""
+    driver = driver_of(depth, 4, 2, num_blocks=1 + 60, block_size=1, max_model_len=42)
+    events = driver.core._publisher._bus.subscribe()
+    deliveries: list[StepDelivery] = []
+    deliver = driver.core._on_delivery
+
+    def read(news: StepDelivery) -> None:
+        deliveries.append(news)
+        deliver(news)
+
+    driver.core._on_delivery = read
+    bearers = [driver.submit(name, [i, 1], max_tokens=40) for i, name in enumerate("ab")]
+    driver.run()
+    stats = driver.scheduler.stats
+    assert stats.num_preemptions > 0 and stats.num_accepted_tokens > 20
+    counts = {}
+    for bearer in bearers:
+        assert bearer.tokens == driver.reference(bearer) and bearer.ending is not None
+        counts[bearer.request.request_id] = drafted, accepted = bearer.ending.drafts
+        own = set(bearer.residencies)
+        news = [
+            (0 if step.num_drafted is None else int(step.num_drafted[row]), int(num_tokens))
+            for step in deliveries
+            for row, num_tokens in enumerate(step.num_tokens)
+            if (int(step.slots[row]), int(step.epochs[row])) in own
+        ]
+        assert drafted == sum(num_drafted for num_drafted, _ in news) > accepted
+        assert accepted == len(bearer.tokens) - len(news)
+    assert sum(drafted for drafted, _ in counts.values()) == stats.num_draft_tokens
+    assert sum(accepted for _, accepted in counts.values()) == stats.num_accepted_tokens
+    ended = {
+        event.request_id: (event.num_draft_tokens, event.num_accepted_tokens)
+        for event in events.drain()
+        if isinstance(event, RequestEvent) and event.kind is RequestEventKind.FINISHED
+    }
+    assert ended == counts
+
+
+def test_a_view_of_a_running_request_counts_its_drafts() -> None:
+    driver = driver_of(1, 3, 1)
+    driver.submit("x", [3, 1], max_tokens=40)
+    for _ in range(9):
+        driver.step()
+    (view,) = driver.core.copy_state().snapshot().requests
+    stats = driver.scheduler.stats
+    counted = (view.num_draft_tokens, view.num_accepted_tokens)
+    assert counted == (stats.num_draft_tokens, stats.num_accepted_tokens)
+    assert view.num_draft_tokens > view.num_accepted_tokens > 3
+    assert (view.status, view.num_scheduled_tokens) == ("decode", 4), "its drafts are no prompt"

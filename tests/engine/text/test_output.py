@@ -349,3 +349,17 @@ class TestLogprobs:
         )
         assert delta.logprobs is not None
         assert delta.logprobs[0].token_id == 5 and delta.logprobs[0].token == ""
+
+
+def test_drafts_of_a_completion_are_counted_up_to_its_stop_string(smollm2: Tokenizer) -> None:
+    processor = OutputProcessor(smollm2, (EOS,))
+    processor.add(request(stop=("b",)), 0)
+    processor.process(delivery(started=[start()]))
+    a, b = (smollm2.encode(text)[0] for text in "ab")
+    (first,) = processor.process(delivery([(0, 0, [a])]))
+    assert (first.num_draft_tokens, first.num_accepted_tokens) == (0, 0)
+    (more,) = processor.process(delivery([(0, 0, [a, a])], drafted=[4]))
+    assert (more.num_draft_tokens, more.num_accepted_tokens) == (4, 1)
+    (last,) = processor.process(delivery([(0, 0, [a, b, a, a])], drafted=[3]))
+    assert last.text == "a" and last.num_output_tokens == 5
+    assert (last.num_draft_tokens, last.num_accepted_tokens) == (7, 2)

@@ -216,6 +216,29 @@ def test_the_inspector_says_what_was_found_and_why_no_more(width: int) -> None:
     assert "why no more no copy of the states between tokens 200 and 1,008" in page
 
 
+def test_the_inspector_shows_the_drafts_of_a_request_while_it_runs_and_when_it_has_ended() -> None:
+    store, view = fed(life())
+
+    def page() -> str:
+        history = store.history.get("long")
+        return text(
+            inspector_page(history, view.steps, NOW_NS, 110, 34, COLOUR_GLYPHS, boxed=False)
+        )
+
+    assert "drafts" not in page()
+    running = request_view(
+        "long", "decode", num_output_tokens=40, num_draft_tokens=120, num_accepted_tokens=30
+    )
+    store.set_snapshot(make_snapshot(requests=(running,), num_running=1))
+    assert "drafts      30 of 120 kept, 25% · 4.0 tokens a step" in page()
+    lost = event(KINDS.PREEMPTED, "long", 900, output=8)
+    store.apply([lost._replace(num_draft_tokens=20, num_accepted_tokens=6)])
+    assert "30 of 120 kept" in page(), "the snapshot was newer"
+    ended = event(KINDS.FINISHED, "long", 990, output=60)
+    store.apply([ended._replace(num_draft_tokens=160, num_accepted_tokens=40)])
+    assert "drafts      40 of 160 kept, 25% · 3.0 tokens a step" in page()
+
+
 def test_times_of_tokens_are_those_of_the_steps_in_which_it_decodes() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

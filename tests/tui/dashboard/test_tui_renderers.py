@@ -348,6 +348,22 @@ def test_batch_counts_the_drafts_that_stayed_in_the_steps_in_view() -> None:
         assert ("  drafts kept 75%, 4.0 tokens a step", "muted") in last, (width, last)
 
 
+def test_batch_draws_the_share_of_drafts_that_stayed_at_each_position() -> None:
+    records = steps(30)
+    records = [
+        record._replace(
+            num_draft_tokens=10 + 24 * i,
+            num_accepted_tokens=5 + 12 * i,
+            drafted_per_pos=(10 + 8 * i, 8 * i, 7, 8 * i) if i else (10,),
+            accepted_per_pos=(5 + 8 * i, 4 * i, 7, 0) if i else (5,),
+        )
+        for i, record in enumerate(records)
+    ]
+    records[0] = records[0]._replace(drafted_per_pos=(10, 0, 7), accepted_per_pos=(5, 0, 7))
+    last = batch_panel(of_steps(records), Frame(160, 7, False), COLOUR_GLYPHS)[-1]
+    assert "tokens a step  by position █▄ ·  " in row_text(last)
+
+
 def test_batch_says_how_many_steps_were_queued_before_the_marked_one() -> None:
     records = steps(30)
     assert "queued" not in row_text(

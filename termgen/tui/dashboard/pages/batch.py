@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from operator import attrgetter
 
 from termgen.tui.dashboard.state.store import (
@@ -240,8 +240,7 @@ def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_c
     if step.graph_reason and not on_cpu:
         missed = "no graph" if step.graph_mode == "NONE" else "no full graph"
         tail.append([(f"  {missed}: {step.graph_reason}", "muted")])
-    if drafts := _draft_words(steps):
-        tail.insert(0, [(f"  {drafts}", "muted")])
+    tail[:0] = _draft_pieces(steps)
     if step.num_late_masks:
         tail.insert(0, [(f"  late masks {count(step.num_late_masks)}", "muted")])
     if step.num_late_compiles:
@@ -257,17 +256,35 @@ def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_c
     return tuple(parts)
 
 
-def _draft_words(steps: Sequence[StepRecord]) -> str:
-    """How many drafts of the steps in view stayed, and what a row of them got; empty: there were
-    none."""
+def _draft_pieces(steps: Sequence[StepRecord]) -> list[list[Span]]:
+    """How many drafts of the steps in view stayed, what a row of them got, and a bar for each
+    position; empty: there were none."""
     first, last = steps[0], steps[-1]
     drafted = last.num_draft_tokens - first.num_draft_tokens
     if drafted <= 0:
-        return ""
+        return []
     kept = last.num_accepted_tokens - first.num_accepted_tokens
     num_rows = sum(step.num_decode_rows for step in steps[1:])
     gained = 1 + kept / max(1, num_rows)
-    return f"drafts kept {percent(kept / drafted)}, {gained:.1f} tokens a step"
+    words = f"  drafts kept {percent(kept / drafted)}, {gained:.1f} tokens a step"
+    pieces: list[list[Span]] = [[(words, "muted")]]
+    if bars := _position_bars(first, last):
+        pieces.append([("  by position ", "muted"), (bars, "decode")])
+    return pieces
+
+
+def _position_bars(first: StepRecord, last: StepRecord) -> str:
+    """The share of the drafts at each position that stayed, in eighths: `·` for none of them, a
+    blank where there were none."""
+    bars = []
+    ends = zip(last.drafted_per_pos, last.accepted_per_pos, strict=False)
+    begins = zip(first.drafted_per_pos, first.accepted_per_pos, strict=False)
+    for end, begin in zip_longest(ends, begins, fillvalue=(0, 0)):
+        drafted, kept = end[0] - begin[0], end[1] - begin[1]
+        share = min(1.0, kept / drafted) if drafted > 0 else 0.0
+        bar = BARS[max(1, round(8 * share))] if share > 0 else "·"
+        bars.append(bar if drafted > 0 else " ")
+    return "".join(bars).rstrip()
 
 
 def _mode_words(steps: Sequence[StepRecord]) -> list[Span]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from termgen.tui.dashboard.state.request_history import Doing, History, token_times
-from termgen.tui.paint.formatting import count, duration, plural, rate, took
+from termgen.tui.paint.formatting import count, duration, percent, plural, rate, took
 from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.palette import Glyphs
 from termgen.tui.paint.sanitize import clean_line
@@ -82,6 +82,7 @@ def _facts(
         *_wrapped("prefill", _prefill_words(history), width),
         _fact("first token", _first_words(history)),
         _fact("decode", _decode_words(history, times, now_ns)),
+        *_draft_rows(history),
         *_wrapped("preempted", _preempt_words(history), width),
         _fact("finish", f"{history.reason}" if history.finished_ns else "not yet"),
         *_wrapped("parameters", history.params or _no_params_words(history), width),
@@ -157,6 +158,18 @@ def _decode_words(history: History, times: Sequence[int], now_ns: int) -> str:
         p50, p99 = percentiles(gaps, 50, 99)
         words += f" · gap p50 {took(p50)}, p99 {took(p99)}, longest {took(max(gaps))}"
     return words
+
+
+def _draft_rows(history: History) -> list[Row]:
+    """How many of its drafts stayed, and what a step gave it; nothing where it had none."""
+    drafted, kept = history.num_draft_tokens, history.num_accepted_tokens
+    if not drafted:
+        return []
+    words = f"{count(kept)} of {count(drafted)} kept, {percent(kept / drafted)}"
+    num_steps = history.num_output_tokens - kept  # each gave one token more than drafts
+    if num_steps > 0:
+        words += f" · {history.num_output_tokens / num_steps:.1f} tokens a step"
+    return [_fact("drafts", words)]
 
 
 def _preempt_words(history: History) -> str:

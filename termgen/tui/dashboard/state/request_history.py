@@ -14,7 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from termgen.vocabulary.events import EngineSnapshot, RequestEvent, RequestEventKind, StepRecord
+from termgen.vocabulary.events import (
+    EngineSnapshot,
+    RequestEvent,
+    RequestEventKind,
+    RequestView,
+    StepRecord,
+)
 
 MAX_REQUESTS = 2048
 MAX_RUNS = 4096
@@ -55,6 +61,9 @@ class History:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    """Guessed tokens that steps computed for it."""
+    num_accepted_tokens: int = 0
     params: str = ""
     reason: str = ""
     """Why it finished."""
@@ -92,6 +101,13 @@ class History:
     @property
     def state(self) -> Doing:
         return self.run_kinds[-1] if self.run_kinds else Doing.WAITING
+
+    def note_drafts(self, counts: RequestEvent | RequestView) -> None:
+        """Take the newest counts: those of an event may be older than a snapshot's."""
+        if counts.num_draft_tokens >= self.num_draft_tokens:
+            self.num_draft_tokens = counts.num_draft_tokens
+            self.num_accepted_tokens = counts.num_accepted_tokens
+            self.num_output_tokens = max(self.num_output_tokens, counts.num_output_tokens)
 
     def turn(self, step_id: int, doing: Doing) -> None:
         """Change the activity from this step on."""
@@ -163,6 +179,7 @@ class RequestHistory:
         history.num_prompt_tokens = event.num_prompt_tokens
         history.num_cached_tokens = max(history.num_cached_tokens, event.num_cached_tokens)
         history.num_output_tokens = max(history.num_output_tokens, event.num_output_tokens)
+        history.note_drafts(event)
         if event.kind is kinds.QUEUED:
             history.queued_ns, history.params = event.time_ns, event.detail
             history.turn(following, Doing.WAITING)
@@ -183,11 +200,14 @@ class RequestHistory:
             history.turn(following, Doing.OVER)
 
     def add_snapshot(self, snapshot: EngineSnapshot) -> None:
-        """Requests that were there before anybody listened."""
+        """Counts of drafts, and requests that were there before anybody listened."""
         for view in snapshot.requests:
-            if view.request_id in self._histories:
+            known = self._histories.get(view.request_id)
+            history = known or self._history(view.request_id)
+            if view.num_draft_tokens:
+                history.note_drafts(view)
+            if known is not None:
                 continue
-            history = self._history(view.request_id)
             history.num_prompt_tokens = view.num_prompt_tokens
             history.num_cached_tokens = view.num_cached_tokens
             states = {"decode": Doing.DECODE, "prefill": Doing.BETWEEN}
