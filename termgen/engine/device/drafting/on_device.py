@@ -74,8 +74,8 @@ class DeviceDrafter:
         if not plan.is_decode:
             return
         places = plan.num_draft_tokens
-        for row in np.flatnonzero(result.num_sampled > 0).tolist():
-            kept = int(result.num_sampled[row]) - 1
-            self._payoff.note_row(int(plan.slots[row]), int(places[row]), kept)
+        rows = np.flatnonzero(result.num_sampled > 0)
+        kept = result.num_sampled[rows] - 1
+        self._payoff.note_rows(plan.slots[rows], places[rows], kept)
         size = plan.num_rows * (1 + int(places.max())) if plan.num_drafts else plan.num_rows
         self._payoff.note_step(size, result.ended_ns - result.started_ns)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from termgen.vocabulary.request import IntArray
+
 PRIOR = 0.6
 """How often a draft is right, before anything is known."""
 PRIOR_WEIGHT = 1.0
@@ -72,6 +74,17 @@ class DraftPayoff:
         self._right[at] = KEPT_WITH_DRAFTS * self._right[at] + num_right
         checked = min(num_right + 1, num_drafts)
         self._checked[at] = KEPT_WITH_DRAFTS * self._checked[at] + checked
+
+    def note_rows(self, slots: IntArray, num_drafts: IntArray, num_right: IntArray) -> None:
+        """The same of all rows of a step, with drafts of one kind."""
+        none = slots[num_drafts == 0]
+        self._right[none] *= KEPT_WITHOUT
+        self._checked[none] *= KEPT_WITHOUT
+        had = num_drafts > 0
+        rows, right = slots[had], num_right[had]
+        self._right[rows, 0] = KEPT_WITH_DRAFTS * self._right[rows, 0] + right
+        checked = np.minimum(right + 1, num_drafts[had])
+        self._checked[rows, 0] = KEPT_WITH_DRAFTS * self._checked[rows, 0] + checked
 
     def note_step(self, num_tokens: int, took_ns: int) -> None:
         """Learn from the time of a step without prompts."""

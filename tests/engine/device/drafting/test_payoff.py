@@ -152,3 +152,19 @@ def test_sizes_that_were_not_seen_are_estimated_from_those_that_were() -> None:
     below, beyond = made.times(np.asarray([3, 9]))
     assert below < 10 * MS and beyond > 14 * MS
     assert (np.diff(DraftPayoff(1).times(np.arange(1, 7))) > 0).all()
+
+
+def test_rows_are_noted_together_as_one_by_one() -> None:
+    rng = np.random.default_rng(3)
+    alone, together = DraftPayoff(6), DraftPayoff(6)
+    for _ in range(20):
+        slots = rng.permutation(6)[: rng.integers(1, 7)].astype(np.int32)
+        drafts = rng.integers(0, 4, len(slots)).astype(np.int32)
+        right = rng.integers(0, drafts + 1).astype(np.int32)
+        for slot, number, kept in zip(slots, drafts, right, strict=True):
+            alone.note_row(int(slot), int(number), int(kept))
+        together.note_rows(slots, drafts, right)
+    every, kinds = np.arange(6, dtype=np.int32), np.zeros(6, np.int64)
+    shares = together.share_right(every, kinds)
+    assert shares.tolist() == pytest.approx(alone.share_right(every, kinds).tolist())
+    assert len(set(shares.tolist())) > 1
