@@ -1,4 +1,4 @@
-"""A part of a test in which the host may not wait for the GPU."""
+"""A context for tests: the host may not wait for the GPU."""
 
 from __future__ import annotations
 

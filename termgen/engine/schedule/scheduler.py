@@ -390,7 +390,7 @@ class Scheduler:
         return missing
 
     def _give_blocks_ahead(self, slots: IntArray, builder: PlanBuilder) -> None:
-        """Give planned rows the blocks in which a drafter computes, if there are enough."""
+        """Give planned rows the blocks that a drafter computes in, if there are enough."""
         table = self.slots
         target = table.num_computed[slots] + self.config.num_ahead
         target = np.minimum(target, table.limit[slots] - 1)

@@ -76,7 +76,7 @@ class HostRows(NamedTuple):
     tokens: IntArray  # [num_samples]
     logprobs: StepLogprobs | None = None
     drafts: IntArray | None = None
-    """[num_rows] of a step in which every row has places for as many: those that were there. Each
+    """[num_rows] drafts that were there, of a step whose rows have places for as many. Each
     row has a sample for each of its places, and one more."""
 
     def of_drafts(self) -> HostRows:
