@@ -1,16 +1,25 @@
 """LayerOps of a CPU: norms, rotation and activation, each one kernel over rows of float32.
 
 `TorchOps` is the reference, and runs what the kernels do not: other types and sizes, the rarer
-activations, experts.
+activations, experts that are stored as floats.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from termgen.engine.device.layers.ops import Rotation, TorchOps
+from termgen.engine.device.config.experts_config import GluClamp
+from termgen.engine.device.layers.ops import ExpertMatrices, Rotation, TorchOps, route
+from termgen.engine.device.native.expert_kernels import ACTIVATIONS, Activation
+from termgen.engine.device.native.experts import ExpertWeights, run_natively
 from termgen.engine.device.native.jit import LANES, threads_for
 from termgen.engine.device.native.row_kernels import row_kernels
+
+_MOST_ROWS = 48
+"""Rows of an average expert from which on each expert is widened to floats first, see `Int8Linear`:
+each is multiplied alone then."""
 
 
 class NativeOps(TorchOps):
@@ -103,6 +112,46 @@ class NativeOps(TorchOps):
             threads_for(qkv.nbytes),
         )
         return out
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        gate_up: torch.Tensor | ExpertMatrices,
+        down: torch.Tensor | ExpertMatrices,
+        *,
+        top_k: int,
+        activation: str,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        clamp: GluClamp | None = None,
+        weighs_inputs: bool = False,
+        **routing: Any,
+    ) -> torch.Tensor:
+        first, second = getattr(gate_up, "table", None), getattr(down, "table", None)
+        if (
+            first is None
+            or second is None
+            or (clamp is None and activation not in ACTIVATIONS)
+            or x.dtype is not torch.float32
+            or len(x) * top_k > _MOST_ROWS * len(down)
+        ):
+            return super().experts(
+                *(x, router_logits, gate_up, down),
+                top_k=top_k,
+                activation=activation,
+                gate_up_bias=gate_up_bias,
+                down_bias=down_bias,
+                clamp=clamp,
+                weighs_inputs=weighs_inputs,
+                **routing,
+            )
+        routing["scale"] = routing.pop("expert_scale", None)
+        ids, weights = route(router_logits, top_k, weighs_inputs=weighs_inputs, **routing)
+        limits = (0.0, 0.0) if clamp is None else (clamp.limit, clamp.alpha)
+        chosen = Activation(activation, *limits)
+        all_experts = ExpertWeights(first, second, chosen, gate_up_bias, down_bias, weighs_inputs)
+        return run_natively(x.contiguous(), ids.int(), weights.contiguous(), all_experts)
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         size = gate_up.shape[1] // 2

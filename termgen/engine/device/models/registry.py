@@ -64,6 +64,7 @@ LINEAR_METHODS = {
 _BYTES = {"int8": 1.0, "q4": 0.6}
 """Bytes of a parameter on a CPU, not much more than there are."""
 _GROUPS_ON_A_GPU = "termgen.engine.device.quantization.int8_groups:GroupLinears"
+_EXPERTS_ON_A_CPU = "termgen.engine.device.quantization.block_experts:BlockExperts"
 
 
 def build_model(
@@ -113,7 +114,6 @@ def make_build(
     import torch  # seconds
 
     from termgen.engine.device.layers.linear import Build, FloatLinear
-    from termgen.engine.device.layers.matrix_list import MatrixList
 
     if quantization in ("int8", "q4") and device.type == "cuda":
         check_quantization(quantization, device)
@@ -135,12 +135,14 @@ def make_build(
         floats = _linear_method(None, device, tuned)
         return Build(dtype, device, _linear_method("fp8", device)(), ops, table_method=floats)
     method = _linear_method(quantization, device, tuned)
-    is_float = quantization is None
+    make_experts = None
+    if quantization is not None:
+        make_experts = partial(resolve_name(_EXPERTS_ON_A_CPU), make_method=method)
     return Build(
         *(dtype, device, method, ops),
-        make_experts=None if is_float else partial(MatrixList, make_method=method),
+        make_experts=make_experts,
         # A little off, a router picks other experts.
-        router_method=None if is_float else FloatLinear,
+        router_method=None if quantization is None else FloatLinear,
         table_method=_linear_method("int8", device) if quantization == "q4" else method,
     )
 

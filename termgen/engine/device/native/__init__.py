@@ -3,6 +3,8 @@
     jit                 what all of them share: loops, vectors, threads, compilation, kept code
     int8_blocks         8-bit weights with a scale for every 32 numbers, laid out for a kernel
     int8_kernels        products with them
+    experts             all experts of a layer in one call
+    expert_kernels      its kernels
     row_kernels         norms, rotation, activation
     decode_attention    attention of one query a row
 

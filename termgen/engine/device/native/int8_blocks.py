@@ -38,7 +38,7 @@ _HEADER = 2 * TILE * 2
 _STRIDE_PADDING = 16
 _PART_NUMBERS = 2**18
 """Numbers that are laid out at a time: what a part needs stays in the processor's cache."""
-_COARSE = 17
+COARSE = 17
 """Levels between those of 4 bits: 255 / 15."""
 _SMALLEST_SCALE = 2.0**-24
 """The smallest float16 above 0. A block of equal numbers has it too, and q is 0 in it."""
@@ -70,7 +70,7 @@ def quantize_rows(rows: torch.Tensor, num_bits: int = 8) -> Quantized:
     low = blocks.amin(2).half()
     # float16 may have rounded the offset up; then the block's least number is off by that little.
     scale = ((blocks.amax(2) - low.float()) / LEVELS).half().clamp_(min=_SMALLEST_SCALE)
-    step = 1 if num_bits == 8 else _COARSE
+    step = 1 if num_bits == 8 else COARSE
     numbers = _nearest(blocks, scale, low, step)
     if num_bits == 4:
         scale, low = _fitted(blocks, numbers, scale, low)
@@ -186,7 +186,7 @@ class _Run:
     def _numbers(self, words: torch.Tensor) -> torch.Tensor:
         """words [..., words of a block, 4] uint8 -> the block's numbers [..., BLOCK], float32."""
         if self.num_bits == 4:
-            words = torch.stack((words & 15, words >> 4), -1).flatten(-2) * _COARSE
+            words = torch.stack((words & 15, words >> 4), -1).flatten(-2) * COARSE
         return words.flatten(-2).float()
 
 
@@ -224,7 +224,7 @@ class Int8Blocks:
 
             self._threads = jit.threads_for
             for run in self.runs:
-                layout = int8_kernels.Layout(BLOCK, TILE, run.num_bits, _COARSE)
+                layout = int8_kernels.Layout(BLOCK, TILE, run.num_bits, COARSE)
                 run.kernels = int8_kernels.int8_kernels(layout)
 
     @property

@@ -171,7 +171,7 @@ def _emit_product(
             until = e.sub(num_rows, e.urem(e.sub(num_rows, done), e.number(count)))
             with e.loop(done, until, count) as row:
                 rows = [e.plus(row, i) for i in range(count)]
-                _emit_rows(
+                emit_rows(
                     layout,
                     e,
                     weights,
@@ -184,7 +184,7 @@ def _emit_product(
             done = until
 
 
-def _emit_rows(
+def emit_rows(
     layout: Layout,
     e: Emitter,
     weights: Value,

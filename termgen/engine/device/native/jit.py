@@ -67,6 +67,18 @@ class Definition:
     """Emits what one thread does before the others start."""
 
 
+Call = Callable[[str, Sequence["Value"], "Value", "Value"], None]
+"""(name, arguments, number of items, number of threads): emits a call of a kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Kernels one after another, in one call with `arguments`."""
+
+    arguments: tuple[Any, ...]
+    emit: Callable[[Emitter, Sequence[Value], Call], None]
+
+
 class Emitter(ir.IRBuilder):  # type: ignore[misc]
     """Appends instructions to a function. Offsets are bytes, and may be Python integers."""
 
@@ -227,10 +239,13 @@ def has_wide_vectors() -> bool:
 
 
 def compile_kernels(
-    definitions: Mapping[str, Definition], *, key: object = None
+    definitions: Mapping[str, Definition],
+    programs: Mapping[str, Program] | None = None,
+    *,
+    key: object = None,
 ) -> dict[str, Kernel]:
-    """The kernels as functions. Compiling takes a tenth of a second or two, reading the compiled
-    code of an earlier start a hundredth.
+    """The kernels, and programs that call them, as functions. Compiling takes a tenth of a second
+    or two, reading the compiled code of an earlier start a hundredth.
 
     key: everything, beside the files of this package, that the definitions depend on, in a form
     that `repr` shows whole. The code is kept under it; without a key it is not.
@@ -245,16 +260,18 @@ def compile_kernels(
     entry = "" if key is None else _entry_name(processor, has_openmp, key)
     code = _CODE.read(entry) if entry else None
     if code is None:
-        code = _compile(definitions, machine, has_openmp)
+        code = _compile(definitions, programs or {}, machine, has_openmp)
         if entry:
             _CODE.write(entry, code)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     functions: dict[str, Kernel] = {}
-    for name, definition in definitions.items():
-        types = [_C_TYPES[kind] for kind in definition.arguments]
-        prototype = ctypes.CFUNCTYPE(None, *types, ctypes.c_int64, ctypes.c_int32)
+    counts = ctypes.c_int64, ctypes.c_int32
+    kinds = {name: (*made.arguments, *counts) for name, made in definitions.items()}
+    kinds |= {name: made.arguments for name, made in (programs or {}).items()}
+    for name, arguments in kinds.items():
+        prototype = ctypes.CFUNCTYPE(None, *(_C_TYPES.get(kind, kind) for kind in arguments))
         function = prototype(engine.get_function_address(name))
         function.owner = engine  # type: ignore[attr-defined]  # frees the code when it goes
         functions[name] = function
@@ -275,12 +292,19 @@ def _source_digest() -> str:
     return digest(*(file.read_bytes() for file in files))
 
 
-def _compile(definitions: Mapping[str, Definition], machine: Any, has_openmp: bool) -> bytes:
+def _compile(
+    definitions: Mapping[str, Definition],
+    programs: Mapping[str, Program],
+    machine: Any,
+    has_openmp: bool,
+) -> bytes:
     """The kernels as an object file."""
     module = ir.Module()
     team = _OpenMP(module) if has_openmp else None
     for name, definition in definitions.items():
         _add_kernel(module, name, definition, team)
+    for name, program in programs.items():
+        _add_program(module, name, program)
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
@@ -350,4 +374,15 @@ def _add_kernel(module: Any, name: str, definition: Definition, team: _OpenMP | 
         e.call(part, [task])
     else:
         e.call(team.parallel, [part, task, whole.args[-1], ir.Constant(INT32, 0)])
+    e.ret_void()
+
+
+def _add_program(module: Any, name: str, program: Program) -> None:
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), program.arguments), name)
+    e = Emitter(function.append_basic_block("entry"))
+
+    def call(kernel: str, arguments: Sequence[Value], num_items: Value, threads: Value) -> None:
+        e.call(module.globals[kernel], [*arguments, num_items, e.trunc(threads, INT32)])
+
+    program.emit(e, function.args, call)
     e.ret_void()

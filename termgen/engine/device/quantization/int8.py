@@ -59,6 +59,11 @@ class Int8Linear(RoundedLinear):
     def finalize(self) -> None:
         assert self._blocks is not None, "not all rows were loaded"
 
+    @property
+    def blocks(self) -> Int8Blocks:
+        assert self._blocks is not None, "not finalized"
+        return self._blocks
+
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         blocks, dtype = self._blocks, x.dtype
         assert blocks is not None, "not finalized"

@@ -1,0 +1,113 @@
+"""All experts of a layer in one call of a kernel, against one product after another."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import pytest
+import torch
+
+from termgen.engine.device.config.experts_config import GluClamp
+from termgen.engine.device.layers.ops import TorchOps, clamped_glu, run_experts
+from termgen.engine.device.native.expert_kernels import Activation
+from termgen.engine.device.native.experts import BlockTable, ExpertWeights, run_natively
+from termgen.engine.device.native.int8_blocks import Int8Blocks, dequantize, quantize_rows
+
+CLAMP = GluClamp(alpha=1.702, limit=0.7)
+
+
+def made(num: int, rows: int, columns: int, num_bits: int) -> tuple[BlockTable, torch.Tensor]:
+    """Matrices, and what they stand for."""
+    rounded = [
+        quantize_rows(torch.randn(rows, columns) * columns**-0.5, num_bits) for _ in range(num)
+    ]
+    table = BlockTable.of([Int8Blocks(one) for one in rounded])
+    assert table is not None and table.num_bits == num_bits
+    return table, torch.stack([dequantize(one) for one in rounded])
+
+
+def activated(name: str, pair: torch.Tensor) -> torch.Tensor:
+    if name == "clamp":
+        return clamped_glu(pair, CLAMP)
+    return TorchOps().gated_activation(pair, name)
+
+
+@pytest.mark.parametrize("weighs_inputs", [False, True])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "clamp"])
+@pytest.mark.parametrize("bits", [(4, 8), (8, 4), (8, 8), (4, 4)])
+@pytest.mark.parametrize("num_tokens", [1, 5, 70, 300])
+def test_a_call_computes_all_experts(
+    num_tokens: int, bits: tuple[int, int], name: str, weighs_inputs: bool
+) -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    torch.manual_seed(seed)
+    num, top_k, hidden, inner = 7, 3, 96, 64
+    (gate_up, first), (down, second) = (
+        made(num, 2 * inner, hidden, bits[0]),
+        made(num, hidden, inner, bits[1]),
+    )
+    has_biases = not weighs_inputs and num_tokens != 70
+    biases = (torch.randn(num, 2 * inner), torch.randn(num, hidden)) if has_biases else (None, None)
+    x = torch.randn(num_tokens, hidden)
+    ids = torch.stack([torch.randperm(num)[:top_k] for _ in range(num_tokens)])
+    weights = torch.rand(num_tokens, top_k)
+    activation = Activation(name, CLAMP.limit, CLAMP.alpha) if name == "clamp" else Activation(name)
+    experts = ExpertWeights(gate_up, down, activation, *biases, weighs_inputs)
+    found = run_natively(x, ids.int(), weights, experts)
+    expected = run_experts(
+        *(x, ids, weights, first, second),
+        lambda pair: activated(name, pair),
+        biases,
+        weighs_inputs,
+    )
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_experts_elsewhere_are_counted_and_left_out() -> None:
+    torch.manual_seed(2)
+    num, top_k, hidden, inner = 6, 3, 64, 32
+    (gate_up, first), (down, second) = made(num, 2 * inner, hidden, 8), made(num, hidden, inner, 8)
+    experts = ExpertWeights(gate_up, down, Activation("silu"))
+    x = torch.randn(20, hidden)
+    ids = torch.stack([torch.randperm(num)[:top_k] for _ in range(20)]).int()
+    weights = torch.rand(20, top_k)
+    is_elsewhere = ids < 2
+    sent = torch.where(is_elsewhere, -1 - ids, ids)
+    sent[4] = -1 - ids[4]  # a token without any expert here
+    counts = torch.full((num,), 5, dtype=torch.int64)
+    out, scratch = (
+        torch.full_like(x, 7.0),
+        torch.empty(experts.scratch_bytes(20, top_k), dtype=torch.uint8),
+    )
+    job = experts.job(x, sent, weights, out, scratch, counts=counts, threads=2)
+    experts.program(ctypes.addressof(job))
+    assert counts.tolist() == (5 + torch.bincount(ids.flatten(), minlength=num)).tolist()
+    kept = weights * (sent >= 0)
+    expected = run_experts(
+        *(x, ids.long(), kept, first, second),
+        lambda pair: activated("silu", pair),
+    )
+    torch.testing.assert_close(out, expected, rtol=2e-4, atol=2e-4)
+    assert not out[4].any()
+
+
+def test_a_token_has_the_same_result_beside_others() -> None:
+    torch.manual_seed(3)
+    num, hidden, inner = 5, 64, 64
+    gate_up, down = made(num, 2 * inner, hidden, 8)[0], made(num, hidden, inner, 4)[0]
+    experts = ExpertWeights(gate_up, down, Activation("silu"))
+    x, weights = torch.randn(40, hidden), torch.rand(40, 2)
+    ids = torch.stack([torch.randperm(num)[:2] for _ in range(40)]).int()
+    whole = run_natively(x, ids, weights, experts)
+    alone = [
+        run_natively(*(part[i : i + 1] for part in (x, ids, weights)), experts) for i in range(40)
+    ]
+    assert torch.equal(whole, torch.cat(alone))
+
+
+def test_matrices_that_are_not_alike_have_no_table() -> None:
+    eight, four = (Int8Blocks(quantize_rows(torch.randn(32, 32), bits)) for bits in (8, 4))
+    assert BlockTable.of([eight, four]) is None
+    assert BlockTable.of([Int8Blocks(quantize_rows(torch.randn(40, 32)))]) is None
