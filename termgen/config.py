@@ -138,6 +138,17 @@ def _check_range(name: str, value: Any, metadata: typing.Mapping[str, Any]) -> N
     raise ConfigError(f"{name} must be {wanted}, not {value}", param=name)
 
 
+def parse_cpu_experts(value: str) -> int | None:
+    """None for auto. Raises ConfigError."""
+    if value == "auto":
+        return None
+    if not (value.isascii() and value.isdigit()) or int(value) > MAX_INT:
+        raise ConfigError(
+            f"cpu_experts must be auto or a number of experts, not {value!r}", param="cpu_experts"
+        )
+    return int(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of the engine. `None`: decided from the model and the machine."""
@@ -171,6 +182,12 @@ class EngineConfig:
     )
     threads: int | None = setting(
         None, "CPU threads (default: physical cores)", minimum=1, maximum=1024
+    )
+    cpu_experts: str = setting(
+        "auto",
+        "experts of each layer of a mixture that are not kept on the GPU, but computed by the CPU "
+        "out of main memory: a number, or auto for as many as do not fit; with int8 and q4",
+        metavar="N",
     )
     max_model_len: int | None = setting(
         None,
@@ -319,6 +336,7 @@ class EngineConfig:
                 "every running request needs at least one token of the budget",
                 param="max_num_batched_tokens",
             )
+        parse_cpu_experts(self.cpu_experts)
         if self.speculative_config is not None:
             parse_speculative_config(self.speculative_config)
         if self.kv_cache_gib is not None and self.num_gpu_blocks_override is not None:

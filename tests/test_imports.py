@@ -40,6 +40,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "recurrent": ("engine.device.recurrent",),
     "layers": ("engine.device.layers",),
     "quantization": ("engine.device.quantization",),
+    "host experts": ("engine.device.host_experts",),
     "models": ("engine.device.models",),
     "loader": ("engine.device.loader",),
     "drafting": ("engine.device.drafting",),
@@ -76,6 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recurrent": {"kernels"},
     "layers": {"device config", "native", "kernels"},
     "quantization": {"vocabulary", "files", "native", "kernels", "layers"},
+    "host experts": {"vocabulary", "native", "kernels", "layers", "quantization"},
     "models": {"vocabulary", "device config", "kernels", "attention", "recurrent", "layers"},
     "loader": {
         *("vocabulary", "files", "device config", "attention"),

@@ -23,6 +23,7 @@ from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
+from termgen.engine.device.layers.linear import MakeExperts
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
 from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
@@ -36,6 +37,7 @@ from termgen.engine.device.recurrent.base import (
     empty_state,
 )
 from termgen.engine.device.recurrent.torch_delta import TorchGatedDelta
+from termgen.engine.device.runner.cpu_experts import CpuExperts
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 12
@@ -268,6 +270,7 @@ def build(
     device: torch.device = CPU,
     ops: LayerOps | None = None,
     recurrent: GatedDeltaNet | None = None,
+    make_experts: MakeExperts | None = None,
 ) -> CausalDecoder:
     """recurrent: for a model with recurrent layers; None: the form in torch."""
     if recurrent is None and (shape := delta_shape(config)) is not None:
@@ -283,14 +286,28 @@ def build(
         attention=attention,
         ops=ops or TorchOps(),
         recurrent=recurrent,
+        make_experts=make_experts,
     )
 
 
-def load(path: Path, *, quantization: str | None = None) -> CausalDecoder:
-    """A model in float32 from a folder or a GGUF file, ready to run."""
+def load(
+    path: Path,
+    *,
+    quantization: str | None = None,
+    ops: LayerOps | None = None,
+    cpu_experts: CpuExperts | None = None,
+) -> CausalDecoder:
+    """A model in float32 from a folder or a GGUF file, ready to run. cpu_experts: with a number."""
     checkpoint = open_checkpoint(path)
-    model = build(checkpoint.config, quantization=quantization)
+    model = build(
+        checkpoint.config,
+        quantization=quantization,
+        ops=ops,
+        make_experts=None if cpu_experts is None else cpu_experts.make,
+    )
     load_weights(model, checkpoint)
     checkpoint.close()
+    if cpu_experts is not None:
+        cpu_experts.place(model, None)
     model.finalize()
     return model

@@ -20,6 +20,9 @@ CHOSEN_FOR = 8
 than all else that it does for such a step."""
 TOKEN_SHARE = 0.01
 """See `payoff.TOKEN_SHARE`: of a device that waits for its memory."""
+LEAST_GAIN = 1.05
+"""Tokens for their time that drafts must promise, with none as the measure: what is known of a
+row's drafts is never quite that they are useless, and the time of a step never quite its time."""
 REMEMBERED = 100_000
 """See `payoff.REMEMBERED`: the device is no one else's, and keeps its own time."""
 
@@ -60,7 +63,7 @@ class DeviceDrafter:
             drafts = np.minimum(places, k)
             # The sum of a row's powers of its share, 1 for its own token included.
             tokens = float(((1 - share ** (1 + drafts)) / (1 - share)).sum())
-            if tokens / took > most:
+            if tokens / took > (most if best or not k else LEAST_GAIN * most):
                 best, most = k, tokens / took
         return best
 

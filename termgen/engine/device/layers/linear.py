@@ -57,6 +57,7 @@ class LinearMethod(Protocol):
 
 
 LinearMethodFactory = Callable[[LinearSpec], LinearMethod]
+MakeExperts = Callable[[tuple[int, int, int], "Build"], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Build:
     method: LinearMethodFactory
     """Factory for the storage and multiplication of matrices."""
     ops: LayerOps
-    make_experts: Callable[[tuple[int, int, int], Build], nn.Module] | None = None
+    make_experts: MakeExperts | None = None
     """An `ExpertList` for the matrices [num_experts, rows, columns] of a layer's experts; None: one
     tensor of floats."""
     router_method: LinearMethodFactory | None = None

@@ -97,9 +97,9 @@ class Gemma4Experts(SparseMoe):
             self.router(routed),
             self.gate_up,
             self.down,
-            top_k=self._moe.num_experts_per_tok,
+            top_k=self.moe.num_experts_per_tok,
             renormalize=True,
-            activation=self._activation,
+            activation=self.activation,
             expert_scale=self.expert_scale,
         )
 
@@ -112,7 +112,7 @@ class Gemma4Experts(SparseMoe):
         yield WeightSlot(f"{path}.scale", tuple(self.router_scale.shape), "norm", load_scale)
         yield parameter_slot(f"{path}.per_expert_scale", self.expert_scale, "bias")
         yield self.pre_norm.weight_slot(f"{prefix}.pre_feedforward_layernorm_2.weight")
-        num = self._moe.num_experts
+        num = self.moe.num_experts
         yield stack_slot(f"{prefix}.experts.gate_up_proj", self.gate_up, num)
         yield stack_slot(f"{prefix}.experts.down_proj", self.down, num)
 

@@ -20,11 +20,11 @@ class GptOssMoe(SparseMoe):
     here they are as for other families."""
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        path = f"{prefix}.{self._moe.names.block}"
+        path = f"{prefix}.{self.moe.names.block}"
         yield from self.router.weight_slots(path)
         assert self.gate_up_bias is not None and self.down_bias is not None
         gate_up, down = f"{path}.experts.gate_up_proj", f"{path}.experts.down_proj"
-        num = self._moe.num_experts
+        num = self.moe.num_experts
         yield transposed_slot(gate_up, self.gate_up, num, _apart)
         yield _bias_slot(f"{gate_up}_bias", self.gate_up_bias, _apart)
         yield transposed_slot(down, self.down, num)

@@ -26,7 +26,7 @@ class Llama4Moe(SparseMoe):
     [num_experts, out, in]; or they come one by one."""
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        num, path = self._moe.num_experts, f"{prefix}.{self._block}"
+        num, path = self.moe.num_experts, f"{prefix}.{self._block}"
         yield from self.router.weight_slots(path)
         pieces = [list(self._expert_slots(f"{path}.experts.{i}", i)) for i in range(num)]
         gate_up = [piece for (*gate_up, _) in pieces for piece in gate_up]

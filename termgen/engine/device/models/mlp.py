@@ -48,9 +48,9 @@ class SparseMoe(nn.Module):
         moe = config.moe
         assert moe is not None, "a layer without experts"
         hidden, inner, num = config.hidden_size, moe.intermediate_size, moe.num_experts
-        self._moe = moe
+        self.moe = moe
         self._block = config.mlp_block
-        self._activation = config.hidden_act
+        self.activation = config.hidden_act
         self._ops = build.ops
         self._run: Callable[..., torch.Tensor] = build.ops.experts
         router = {moe.names.router: num}
@@ -75,23 +75,23 @@ class SparseMoe(nn.Module):
             self.router(x),
             self.gate_up,
             self.down,
-            top_k=self._moe.num_experts_per_tok,
-            renormalize=self._moe.norm_topk_prob,
-            activation=self._activation,
+            top_k=self.moe.num_experts_per_tok,
+            renormalize=self.moe.norm_topk_prob,
+            activation=self.activation,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
-            clamp=self._moe.clamp,
-            has_shared=self._moe.has_shared_of_same_size,
-            weighs_inputs=self._moe.weighs_inputs,
+            clamp=self.moe.clamp,
+            has_shared=self.moe.has_shared_of_same_size,
+            weighs_inputs=self.moe.weighs_inputs,
         )
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """prefix: the checkpoint's path of the layer."""
         yield from self._router_slots(prefix)
-        num = self._moe.num_experts
+        num = self.moe.num_experts
         pieces: tuple[list[WeightSlot], list[WeightSlot]] = ([], [])
         for expert in range(num):
-            path = f"{prefix}.{self._moe.names.block}.experts.{expert}"
+            path = f"{prefix}.{self.moe.names.block}.experts.{expert}"
             *gate_up, down = self._expert_slots(path, expert)
             pieces[0].extend(gate_up)
             pieces[1].append(down)
@@ -99,19 +99,19 @@ class SparseMoe(nn.Module):
             f"{prefix}.{self._block}.experts.gate_up_proj", self.gate_up, num, *pieces[0]
         )
         yield stack_slot(f"{prefix}.{self._block}.experts.down_proj", self.down, num, *pieces[1])
-        if self._moe.has_shared_of_same_size:
+        if self.moe.has_shared_of_same_size:
             yield from self._expert_slots(f"{prefix}.{self._block}.shared_expert", num)
 
     def _expert_slots(self, path: str, expert: int) -> Iterator[WeightSlot]:
         """Gate, up and down of one expert."""
-        names, inner = self._moe.names, self._moe.intermediate_size
+        names, inner = self.moe.names, self.moe.intermediate_size
         yield expert_slot(f"{path}.{names.gate}.weight", self.gate_up, expert, 0, inner)
         yield expert_slot(f"{path}.{names.up}.weight", self.gate_up, expert, inner, inner)
         yield expert_slot(f"{path}.{names.down}.weight", self.down, expert, 0, self.down.shape[1])
 
     def _router_slots(self, prefix: str) -> Iterator[WeightSlot]:
         slots = self.router.weight_slots(f"{prefix}.{self._block}")
-        others = self.router.weight_slots(f"{prefix}.{self._moe.names.block}")
+        others = self.router.weight_slots(f"{prefix}.{self.moe.names.block}")
         for slot, other in zip(slots, others, strict=True):
             yield slot if other.name == slot.name else replace(slot, pieces=(other,))
 

@@ -33,7 +33,7 @@ class SharedExpertMoe(SparseMoe):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__(config, build)
-        inner = self._moe.shared_intermediate_size
+        inner = self.moe.shared_intermediate_size
         assert inner is not None
         self.shared = GatedMLP(replace(config, intermediate_size=inner), build)
         self.shared_gate = build.parameter(1, config.hidden_size)

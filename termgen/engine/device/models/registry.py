@@ -8,6 +8,7 @@ caller runs `model.finalize()`.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from termgen.engine.device.attention.groups import GroupedAttention
     from termgen.engine.device.kernels.gemm.small_gemm_config import Tuned
-    from termgen.engine.device.layers.linear import Build
+    from termgen.engine.device.layers.linear import Build, MakeExperts
     from termgen.engine.device.layers.ops import LayerOps
     from termgen.engine.device.models.decoder import CausalDecoder
     from termgen.engine.device.recurrent.base import GatedDeltaNet
@@ -77,8 +78,10 @@ def build_model(
     ops: LayerOps,
     tuned: Tuned | None = None,
     recurrent: GatedDeltaNet | None = None,
+    make_experts: MakeExperts | None = None,
 ) -> CausalDecoder:
     """A model whose parameters are allocated but not filled. tuned: products measured on this GPU.
+    make_experts: in the place of those that the quantization has.
 
     Raises ModelError when the config asks for more than this machine's memory.
     """
@@ -89,6 +92,8 @@ def build_model(
     build = make_build(
         config, dtype=dtype, device=device, quantization=quantization, ops=ops, tuned=tuned
     )
+    if make_experts is not None:
+        build = replace(build, make_experts=make_experts)
     model: CausalDecoder = resolve_name(MODELS[config.architecture])(
         config, build, attention, recurrent
     )

@@ -59,7 +59,9 @@ class Job(ctypes.Structure):
 
     _fields_ = [
         ("x", ctypes.c_int64),  # [T, hidden] float32
-        ("ids", ctypes.c_int64),  # [T, k] int32; a negative one, -1 - expert, is not computed
+        # [T, k] int32; a negative one, -1 - expert, is not computed. What is no expert becomes -1:
+        # a step that only compiles kernels leaves them unwritten.
+        ("ids", ctypes.c_int64),
         ("weights", ctypes.c_int64),  # [T, k] float32
         ("out", ctypes.c_int64),  # [T, hidden] float32
         ("gate_up", ctypes.c_int64),  # [num_experts, 2] int64: addresses of tiles and row scales
@@ -185,9 +187,14 @@ class _Parts:
                 chosen = e.read(INT32, ids, e.times(pair, _INT))
                 is_here = e.icmp_signed(">=", chosen, zero)
                 expert = e.sext(e.select(is_here, chosen, e.not_(chosen)), INT64)
-                _add_to(e, counts, e.times(expert, _LONG), INT64(1))
-                with e.if_then(is_here):  # counted one further on: sums become beginnings
+                is_known = e.icmp_unsigned("<", expert, num_experts)
+                with e.if_then(is_known):
+                    _add_to(e, counts, e.times(expert, _LONG), INT64(1))
+                with e.if_then(e.and_(is_known, is_here)):
+                    # Counted one further on: sums become beginnings.
                     _add_to(e, starts, e.times(e.plus(expert, 1), _INT), INT32(1))
+                with e.if_then(e.not_(is_known)):
+                    e.write(INT32(-1), ids, e.times(pair, _INT))
             with e.loop(0, num_experts) as expert:
                 before = e.read(INT32, starts, e.times(expert, _INT))
                 _add_to(e, starts, e.times(e.plus(expert, 1), _INT), before)

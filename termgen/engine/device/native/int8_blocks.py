@@ -176,6 +176,16 @@ class _Run:
         scale, low = halves.view(torch.float16).float().unbind(2)  # [T, blocks, 1] each
         return self._numbers(words).mul_(scale).add_(low).flatten(1)
 
+    def quantized(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Numbers, scales and lows as they were given, on a device."""
+        tiles = self.tiles.to(device)
+        words = _split(tiles[:, :, _HEADER:], -1, TILE, 4).permute(0, 3, 1, 2, 4).flatten(3)
+        if self.num_bits == 4:
+            words = torch.stack((words & 15, words >> 4), -1).flatten(-2) * COARSE
+        halves = tiles[:, :, :_HEADER].contiguous().view(torch.float16)
+        scale, low = (part.transpose(1, 2).flatten(0, 1) for part in torch.split(halves, TILE, 2))
+        return words.flatten(2).flatten(0, 1), scale, low
+
     def _read(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Numbers [tiles, blocks, BLOCK, TILE], scales and lows [tiles, blocks, TILE], float32."""
         words = _split(tiles[:, :, _HEADER:], -1, TILE, 4).transpose(2, 3)
@@ -193,31 +203,39 @@ class _Run:
 class Int8Blocks:
     """A matrix [num_rows, num_columns] in tiles. num_rows need not be a multiple of TILE."""
 
-    def __init__(self, quantized: Quantized) -> None:
+    def __init__(self, quantized: Quantized, num_bits: int | None = None) -> None:
+        """quantized: on any device, which lays it out; the tiles lie in main memory. num_bits: of
+        all tiles; None: the fewest that each can have."""
         self.num_rows, self.num_columns = quantized.numbers.shape
         if padding := -self.num_rows % TILE:
             # Rows of zeros: the scale of a padded row is 0.
             numbers, scale, low = (F.pad(part, (0, 0, 0, padding)) for part in quantized[:3])
             row_scale = F.pad(quantized.row_scale, (0, padding))
             quantized = Quantized(numbers, scale, low, row_scale)
-        self.row_scale = quantized.row_scale
+        self.row_scale = quantized.row_scale.cpu()
         self._width, self._num_blocks = len(self.row_scale), self.num_columns // BLOCK
         self._scratch_width = self._num_blocks * (BLOCK + 1)
         rows_together = max(TILE, _PART_NUMBERS // self.num_columns // TILE * TILE)
-        widths = _widths(quantized.numbers)
+        if num_bits is None:
+            widths = _widths(quantized.numbers)
+        else:
+            widths = [(num_bits, self._width // TILE)]
         bytes_of = [
             count * self._num_blocks * (_HEADER + BLOCK * TILE * bits // 8)
             for bits, count in widths
         ]
-        self.tiles = torch.empty(sum(bytes_of), dtype=torch.uint8)
-        """The tiles of all runs."""
+        made = torch.empty(sum(bytes_of), dtype=torch.uint8, device=quantized.numbers.device)
         self.runs: list[_Run] = []
         first = 0
-        for (bits, count), part in zip(widths, torch.split(self.tiles, bytes_of), strict=True):
+        for (bits, count), part in zip(widths, torch.split(made, bytes_of), strict=True):
             run = _Run(first, bits, part.view(count, self._num_blocks, -1))
             run.fill(quantized, rows_together)
             self.runs.append(run)
             first += count
+        self.tiles = made.cpu()
+        """The tiles of all runs."""
+        for run, part in zip(self.runs, torch.split(self.tiles, bytes_of), strict=True):
+            run.tiles = part.view(run.tiles.shape)
         self._has_kernels = not why_unusable()
         if self._has_kernels:
             from termgen.engine.device.native import int8_kernels, jit
@@ -226,6 +244,18 @@ class Int8Blocks:
             for run in self.runs:
                 layout = int8_kernels.Layout(BLOCK, TILE, run.num_bits, COARSE)
                 run.kernels = int8_kernels.int8_kernels(layout)
+
+    @property
+    def num_bits(self) -> int:
+        """The most bits that a tile has."""
+        return max(run.num_bits for run in self.runs)
+
+    def quantized(self, device: torch.device | None = None) -> Quantized:
+        """The matrix as it was given, on a device; None: in main memory."""
+        device = torch.device("cpu") if device is None else device
+        parts = zip(*(run.quantized(device) for run in self.runs), strict=True)
+        numbers, scale, low = (torch.cat(part)[: self.num_rows] for part in parts)
+        return Quantized(numbers, scale, low, self.row_scale[: self.num_rows].to(device))
 
     @property
     def num_tiles(self) -> int:

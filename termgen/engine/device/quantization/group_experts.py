@@ -72,12 +72,13 @@ class GroupExperts(ExpertList):
         """Store a whole matrix."""
         form = form_of(whole)
         if self._form is None:
-            self._allocate(form)
+            self.allocate(form)
         elif self._form is not form:
             self._change_to_8_bits()
-        self._store(expert, whole)
+        self.replace(expert, whole)
 
-    def _store(self, expert: int, whole: Quantized) -> None:
+    def replace(self, expert: int, whole: Quantized) -> None:
+        """Store a matrix in the present form, which can hold it. Nothing waits for the GPU."""
         assert self._form is not None
         is_float = self._form is Form.FLOATS
         numbers = _codes(whole.numbers) if is_float else whole.numbers
@@ -86,7 +87,8 @@ class GroupExperts(ExpertList):
         self.pairs[expert] = pack_pairs(whole.scale, None if is_float else whole.low, num_bits)
         self.row_scale[expert] = whole.row_scale
 
-    def _allocate(self, form: Form) -> None:
+    def allocate(self, form: Form) -> None:
+        """Make room for matrices of a form."""
         num, num_rows, num_columns = self.shape
         groups, rows = -(-num_columns // GROUP.value), rows_aside(form.num_bits)
         device = self._spec.device
@@ -105,9 +107,9 @@ class GroupExperts(ExpertList):
         if self._form is Form.EIGHT_BITS:
             return
         kept = [self.stored(expert) for expert in range(len(self))]
-        self._allocate(Form.EIGHT_BITS)
+        self.allocate(Form.EIGHT_BITS)
         for expert, whole in enumerate(kept):
-            self._store(expert, whole)
+            self.replace(expert, whole)
 
     def stored(self, expert: int) -> Quantized:
         """A matrix that was kept, its columns filled up to whole groups; zeros if none was."""

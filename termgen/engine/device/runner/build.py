@@ -38,6 +38,7 @@ from termgen.engine.device.models.transformers_backend import TransformersDecode
 from termgen.engine.device.recurrent.base import GatedDeltaNet
 from termgen.engine.device.recurrent.torch_delta import TorchGatedDelta
 from termgen.engine.device.runner import resolve
+from termgen.engine.device.runner.cpu_experts import CpuExperts, choose_cpu_experts
 from termgen.engine.device.runner.cuda_graphs import CudaRecorder, FullGraphs, RecordingError
 from termgen.engine.device.runner.dispatch import (
     MOST_DRAFTED_TOKENS,
@@ -98,6 +99,9 @@ def build_runner(
     quantization = resolve.resolve_quantization(config, model_config, device, path)
     memory = MemoryAccount(meter_for(device), config, where=str(device))
     memory.check_others()
+    cpu_experts = choose_cpu_experts(
+        config, model_config, limits, device, path, quantization, memory
+    )
     drafts = read_drafts(config, path, model_config, device)
     head_config = None if drafts is None else drafts.head
     with memory.making("workspace"):
@@ -122,7 +126,8 @@ def build_runner(
         tuned = make_tables(device)
         recurrent = make_recurrent(model_config, limits, device)
         model = load_model(
-            config, path, model_config, attention, shape, progress, quantization, tuned, recurrent
+            *(config, path, model_config, attention, shape, progress, quantization),
+            *(tuned, recurrent, cpu_experts, memory),
         )
         head: MtpHead | Eagle3Head | CausalDecoder | None = None
         if head_config is not None and head_config.method == "draft_model":
@@ -150,6 +155,8 @@ def build_runner(
         memory.weights += weight_bytes(head)
     with memory.making("workspace"):
         runner = _make_runner(config, model, model_config, attention, shape, limits, drafter)
+        if cpu_experts is not None:
+            runner.placement = cpu_experts.placement
         runner.init_kv_cache(2)  # enough for steps that compute nothing
     dispatcher = choose_graphs(
         config,
@@ -307,9 +314,11 @@ def load_model(
     quantization: str | None,
     tuned: TunedTables | None = None,
     recurrent: GatedDeltaNet | None = None,
+    cpu_experts: CpuExperts | None = None,
+    memory: MemoryAccount | None = None,
 ) -> CausalDecoder | TransformersDecoder:
     """Load a model, with termgen's own code or transformers'. tuned: products measured here.
-    recurrent: for models with recurrent layers.
+    recurrent: for models with recurrent layers. memory: for experts that the CPU computes.
 
     Raises ModelError or ConfigError.
     """
@@ -327,14 +336,17 @@ def load_model(
             device=shape.device,
             quantization=quantization,
             attention=attention,
-            ops=_make_ops(shape),
+            ops=_make_ops(shape, splits=cpu_experts is not None),
             tuned=tuned,
             recurrent=recurrent,
+            make_experts=None if cpu_experts is None else cpu_experts.make,
         )
         if checkpoint is None:
             load_dummy(model, config.seed)
         else:
             load_weights(model, checkpoint, progress=on_progress)
+    if cpu_experts is not None:
+        cpu_experts.place(model, memory)
     model.finalize()
     return model
 
@@ -411,13 +423,18 @@ def make_recurrent(
     return TritonGatedDelta(shape, max_rows=rows, max_tokens=tokens, device=device)
 
 
-def _make_ops(shape: AttentionShape) -> LayerOps:
+def _make_ops(shape: AttentionShape, *, splits: bool = False) -> LayerOps:
+    """splits: for a model with experts that the CPU computes."""
     if shape.device.type == "cpu" and not native.why_unusable():
         from termgen.engine.device.layers.native_ops import NativeOps  # llvmlite may be missing
 
         return NativeOps()
     if why_unusable(shape.device, dtype=shape.kv_cache_dtype):
         return TorchOps()
+    if splits:
+        from termgen.engine.device.host_experts.split_ops import SplitOps
+
+        return SplitOps()
     from termgen.engine.device.layers.triton_ops import TritonOps  # triton may be missing elsewhere
 
     return TritonOps()

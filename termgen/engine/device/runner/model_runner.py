@@ -71,6 +71,7 @@ from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 from termgen.vocabulary.step import SamplingNeeds, StepPlan
 
 if TYPE_CHECKING:
+    from termgen.engine.device.host_experts.placement import Placement
     from termgen.engine.device.kernels.compilation import CompileCounter
     from termgen.engine.device.kernels.sampling.fused import FusedSampler
 
@@ -135,6 +136,8 @@ class ModelRunner:
             self.use_fused_sampler(max(max_num_seqs, most_even))
         self.kv_caches: list[torch.Tensor] = []
         self.recurrent = model.recurrent if isinstance(model, CausalDecoder) else None
+        self.placement: Placement | None = None
+        """Where a mixture's experts are, if the CPU computes some of them."""
         self.states: list[GatedDeltaState] = []
         """One for each recurrent layer: the states of all request rows, and copies behind them."""
         is_cached = self.recurrent is not None and caches_states
@@ -186,6 +189,8 @@ class ModelRunner:
 
     def be_ready(self) -> None:
         """Count compilations from now on, as no step should need any."""
+        if self.placement is not None:
+            self.placement.forget()
         if self.uses_kernels:
             from termgen.engine.device.kernels.compilation import CompileCounter
 
@@ -313,6 +318,9 @@ class ModelRunner:
 
         This is all host work between two steps of the same rows, so it makes few torch calls.
         """
+        if self.placement is not None:
+            with torch.inference_mode():
+                self.placement.before_step()
         launch = self._begin(plan)
         recording = launch.dispatch.descriptor
         if recording is None:

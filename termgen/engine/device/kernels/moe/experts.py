@@ -169,10 +169,12 @@ def _product_kernel(
 def _combine_kernel(
     y_ptr,  # [T * TOP_K, SIZE]
     weights_ptr,  # [T, TOP_K] float32
+    ids_ptr,  # [T, TOP_K] int32, of MAY_MISS
     out_ptr,  # [T, SIZE]
     TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    MAY_MISS: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -184,7 +186,10 @@ def _combine_kernel(
     inside = columns < SIZE
     acc = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
-        y = tl.load(y_ptr + (row * TOP_K + slot) * SIZE + columns, mask=inside, other=0.0)
+        is_here = inside
+        if MAY_MISS:
+            is_here = inside & (tl.load(ids_ptr + row * TOP_K + slot) >= 0)
+        y = tl.load(y_ptr + (row * TOP_K + slot) * SIZE + columns, mask=is_here, other=0.0)
         y = y.to(tl.float32)
         if WEIGHTED:
             y *= tl.load(weights_ptr + row * TOP_K + slot)
@@ -212,15 +217,12 @@ def experts(
 ) -> torch.Tensor:
     """[T, hidden]. `layers.ops.run_experts` is the reference. `tiles`: the cut, to try others."""
     num_tokens = len(x)
-    num_experts, hidden, inner = down.shape
+    num_experts = down.shape[0]
     num_logits = num_experts - (has_shared and weighs_inputs)
     assert router_logits.shape == (num_tokens, num_logits), router_logits.shape
     assert not (weighs_inputs and gate_up_bias is not None), "a bias would be weighted, too"
-    assert gate_up.shape == (num_experts, 2 * inner, hidden), (gate_up.shape, down.shape)
-    assert hidden == x.shape[1] and x.is_contiguous(), (x.shape, x.stride())
-    out = torch.empty_like(x)
     if not num_tokens:
-        return out
+        return torch.empty_like(x)
     if tiles is None:
         tiles = choose_tiles(
             num_tokens,
@@ -238,7 +240,41 @@ def experts(
         weighs_inputs=weighs_inputs,
         pdl=pdl,
     )
-    top_k = ids.shape[1]
+    return run_routed(
+        *(x, ids, weights, gate_up, down),
+        activation=activation,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        clamp=clamp,
+        weighs_inputs=weighs_inputs,
+        tiles=tiles,
+        pdl=pdl,
+    )
+
+
+def run_routed(
+    x: torch.Tensor,  # [T, hidden], contiguous
+    ids: torch.Tensor,  # [T, k] int32
+    weights: torch.Tensor,  # [T, k] float32
+    gate_up: Weights,  # [num_experts, 2 * inner, hidden]
+    down: Weights,  # [num_experts, hidden, inner]
+    *,
+    activation: str,
+    tiles: ExpertTiles,
+    gate_up_bias: torch.Tensor | None = None,  # [num_experts, 2 * inner]
+    down_bias: torch.Tensor | None = None,  # [num_experts, hidden]
+    clamp: Clamp | None = None,
+    weighs_inputs: bool = False,
+    may_miss: bool = False,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """[T, hidden]: each token's experts, weighted and added up. may_miss: a negative id is an
+    expert that is not here, and adds nothing."""
+    num_experts, hidden, inner = down.shape
+    assert gate_up.shape == (num_experts, 2 * inner, hidden), (gate_up.shape, down.shape)
+    assert hidden == x.shape[1] and x.is_contiguous(), (x.shape, x.stride())
+    num_tokens, top_k = ids.shape
+    out = torch.empty_like(x)
     pairs: PairTiles | LonePairs = LonePairs(ids.view(-1))
     is_sorted = num_tokens > 1 and _EXPERTS_OF_LONE_PAIR * ids.numel() > num_experts
     if is_sorted and tiles.block_m > 1:
@@ -248,6 +284,7 @@ def experts(
             block_m=tiles.block_m,
             chunk=tiles.chunk,
             scan=tiles.scan,
+            may_miss=may_miss,
             pdl=pdl,
         )
     activated = multiply(
@@ -261,16 +298,24 @@ def experts(
         bias=gate_up_bias,
         clamp=clamp,
         weights=weights if weighs_inputs else None,
+        may_miss=may_miss,
         pdl=pdl,
     )
-    y = multiply(activated, down, pairs, tiles.block_m, tiles.down, bias=down_bias, pdl=pdl)
+    y = multiply(
+        *(activated, down, pairs, tiles.block_m, tiles.down),
+        bias=down_bias,
+        may_miss=may_miss,
+        pdl=pdl,
+    )
     _combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_BLOCK))](
         y,
         weights,
+        ids,
         out,
         TOP_K=top_k,
         SIZE=hidden,
         WEIGHTED=not weighs_inputs,
+        MAY_MISS=may_miss,
         BLOCK=_COMBINE_BLOCK,
         num_warps=2,
         **pdl_options(x.device, enabled=pdl),
@@ -290,6 +335,7 @@ def multiply(
     bias: torch.Tensor | None = None,  # [num_experts, rows]
     clamp: Clamp | None = None,
     weights: torch.Tensor | None = None,  # [num_pairs] float32, in any shape
+    may_miss: bool = False,
     pdl: bool = True,
 ) -> torch.Tensor:
     """[num_pairs, rows]: each pair's row of x times its expert's weight. With an activation the
@@ -316,7 +362,7 @@ def multiply(
     }
     if isinstance(weight, GroupWeights) and block_m == 1:
         assert isinstance(pairs, LonePairs), "pairs that each read a weight alone"
-        multiply_lone(x, weight, bias, out, pairs, weights, tile, product)
+        multiply_lone(x, weight, bias, out, pairs, weights, tile, {**product, "MAY_MISS": may_miss})
         return out
     if isinstance(weight, GroupWeights):
         tile = fitting(tile, block_m, weight, x, is_gated=activation is not None)

@@ -240,6 +240,7 @@ def lone_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # in groups
     EVEN_K: tl.constexpr,
+    MAY_MISS: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -257,6 +258,9 @@ def lone_product_kernel(
     pair = tl.program_id(0) // N_TILES
     first_row = tl.program_id(0) % N_TILES * BLOCK_N
     expert = tl.load(order_ptr + pair)
+    if MAY_MISS:
+        if expert < 0:
+            return
     matrix = expert.to(tl.int64)
     w_ptr += matrix * (ALL_ROWS * NUM_GROUPS * BITS)
     pairs_ptr += matrix * (RUNS * NUM_GROUPS * ROWS)

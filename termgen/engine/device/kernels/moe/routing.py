@@ -17,6 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.launch import next_power_of_2, pdl_options
 
+_LOOK_UP_BLOCK = 128
+
 
 class PairTiles(NamedTuple):
     """Pairs sorted by expert, and cut into tiles of one expert each."""
@@ -112,8 +114,11 @@ def _sort_kernel(
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
     SCAN: tl.constexpr,
+    MISSING: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """MISSING: the bin of pairs whose expert is not here, behind those of experts; 0: there are
+    none."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -124,6 +129,8 @@ def _sort_kernel(
     for start in range(0, num_pairs, SCAN):
         at = start + tl.arange(0, SCAN)
         scanned = tl.load(ids_ptr + at, mask=at < num_pairs, other=0)
+        if MISSING > 0:
+            scanned = tl.where(scanned < 0, MISSING, scanned)
         counts += tl.histogram(scanned, BINS, mask=at < num_pairs)
         if start < first:
             before += tl.histogram(scanned, BINS, mask=at < first)
@@ -133,6 +140,8 @@ def _sort_kernel(
     within = tl.arange(0, CHUNK)
     pairs = first + within
     ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=BINS)
+    if MISSING > 0:
+        ids = tl.where(ids < 0, MISSING, ids)
     is_earlier = (ids[:, None] == ids[None, :]) & (within[None, :] < within[:, None])
     rank = tl.sum(is_earlier.to(tl.int32), axis=1)
     place = tl.gather(starts + before, tl.minimum(ids, BINS - 1), axis=0) + rank
@@ -144,7 +153,8 @@ def _sort_kernel(
     tile_ends = tl.cumsum(tiles, axis=0)
     expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
     is_tile = tile < num_tiles
-    tl.store(tiles_ptr + tile, tl.where(expert < BINS, expert, -1), mask=is_tile)
+    KNOWN: tl.constexpr = MISSING if MISSING > 0 else BINS
+    tl.store(tiles_ptr + tile, tl.where(expert < KNOWN, expert, -1), mask=is_tile)
     expert = tl.minimum(expert, BINS - 1)
     first_tile = tl.gather(tile_ends - tiles, expert, axis=0)
     start = tl.gather(starts, expert, axis=0) + (tile - first_tile) * BLOCK_M
@@ -199,13 +209,22 @@ def route(
 
 
 def sort_pairs(
-    ids: torch.Tensor, *, num_experts: int, block_m: int, chunk: int, scan: int, pdl: bool = True
+    ids: torch.Tensor,
+    *,
+    num_experts: int,
+    block_m: int,
+    chunk: int,
+    scan: int,
+    may_miss: bool = False,
+    pdl: bool = True,
 ) -> PairTiles:
-    """ids [T, top_k] int32, contiguous. A program sorts `chunk` pairs, each compared with each, and
+    """ids [T, top_k] int32, contiguous; may_miss: negative for an expert that is not here, whose
+    pairs come last and are in no tile. A program sorts `chunk` pairs, each compared with each, and
     counts all pairs, `scan` at a time: these change the time it takes, and nothing else."""
     assert ids.is_contiguous() and ids.numel(), ids.shape
     num_pairs = ids.numel()
-    num_tiles = max_tiles(num_pairs, num_experts, block_m)
+    num_bins = num_experts + may_miss
+    num_tiles = max_tiles(num_pairs, num_bins, block_m)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=ids.device)
     _sort_kernel[(triton.cdiv(num_pairs, chunk),)](
@@ -214,14 +233,51 @@ def sort_pairs(
         tiles,
         num_pairs,
         num_tiles,
-        BINS=_bins(num_experts),
+        BINS=_bins(num_bins),
         BLOCK_M=block_m,
         CHUNK=chunk,
         SCAN=scan,
+        MISSING=num_experts if may_miss else 0,
         num_warps=4,
         **pdl_options(ids.device, enabled=pdl),
     )
     return PairTiles(order, tiles)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _look_up_kernel(
+    ids_ptr,
+    slots_ptr,
+    codes_ptr,
+    slots_out_ptr,
+    codes_out_ptr,
+    num_pairs,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_pairs
+    ids = tl.load(ids_ptr + at, mask=inside, other=0)
+    tl.store(slots_out_ptr + at, tl.load(slots_ptr + ids, mask=inside, other=0), mask=inside)
+    tl.store(codes_out_ptr + at, tl.load(codes_ptr + ids, mask=inside, other=0), mask=inside)
+
+
+def look_up(
+    ids: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor, *, pdl: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids [T, k] int32 -> slots[ids] and codes[ids], int32, of the same shape."""
+    assert ids.is_contiguous(), ids.stride()
+    of_slots, of_codes = torch.empty_like(ids), torch.empty_like(ids)
+    _look_up_kernel[(triton.cdiv(ids.numel(), _LOOK_UP_BLOCK),)](
+        *(ids, slots, codes, of_slots, of_codes, ids.numel()),
+        BLOCK=_LOOK_UP_BLOCK,
+        num_warps=1,
+        **pdl_options(ids.device, enabled=pdl),
+    )
+    return of_slots, of_codes
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:

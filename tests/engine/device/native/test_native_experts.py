@@ -76,6 +76,9 @@ def test_experts_elsewhere_are_counted_and_left_out() -> None:
     is_elsewhere = ids < 2
     sent = torch.where(is_elsewhere, -1 - ids, ids)
     sent[4] = -1 - ids[4]  # a token without any expert here
+    for row, number in enumerate((2**31 - 1, -(2**31), num, -2 - num)):  # none that there is
+        sent[row, 1] = number
+        ids[row, 1] = -1
     counts = torch.full((num,), 5, dtype=torch.int64)
     out, scratch = (
         torch.full_like(x, 7.0),
@@ -83,10 +86,12 @@ def test_experts_elsewhere_are_counted_and_left_out() -> None:
     )
     job = experts.job(x, sent, weights, out, scratch, counts=counts, threads=2)
     experts.program(ctypes.addressof(job))
-    assert counts.tolist() == (5 + torch.bincount(ids.flatten(), minlength=num)).tolist()
+    known = ids[ids >= 0]
+    assert counts.tolist() == (5 + torch.bincount(known, minlength=num)).tolist()
+    assert sent[:4, 1].tolist() == [-1] * 4
     kept = weights * (sent >= 0)
     expected = run_experts(
-        *(x, ids.long(), kept, first, second),
+        *(x, ids.long().clamp(min=0), kept, first, second),
         lambda pair: activated("silu", pair),
     )
     torch.testing.assert_close(out, expected, rtol=2e-4, atol=2e-4)
