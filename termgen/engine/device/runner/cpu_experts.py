@@ -47,6 +47,8 @@ class CpuExperts:
     """Experts of each layer that the GPU shall not have; None: those that do not fit."""
     num_bits: int
     threads: int
+    """Three quarters of the CPU's. The engine and the driver wait for the GPU on others, and a
+    product is as slow as the slowest of its threads."""
     top_k: int
     max_tokens: int
     kv_cache_gib: float | None
@@ -148,8 +150,7 @@ def choose_cpu_experts(
     return CpuExperts(
         wanted,
         4 if quantization == "q4" else 8,
-        # One core is left to the engine, which waits for the GPU on it.
-        max(1, resolve.resolve_threads(config.threads) - 1),
+        resolve.resolve_threads(config.threads) * 3 // 4 or 1,
         moe.num_experts_per_tok + moe.has_shared_of_same_size,
         limits.max_num_batched_tokens,
         config.kv_cache_gib,
