@@ -8,7 +8,8 @@ between steps, in the order of the GPU's stream: within a step both sides agree.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -49,6 +50,9 @@ class HostCompute:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._stream = _new_stream(device) if is_cuda else None
         self._jobs: dict[tuple[int, int, int], Job] = {}
+        self.rests = False
+        """True while an engine starts, to rehearse and record steps: rehearsals then compute no
+        experts here, which would take the time of as many long prompts."""
 
     def reserve(self, experts: ExpertWeights) -> None:
         """Make room for a layer. Before the first step."""
@@ -70,8 +74,9 @@ class HostCompute:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._take(x, codes, weights)
-            for job in self._jobs_of(places, num_tokens):
-                call_on(self._stream, places.experts.program, ctypes.addressof(job))
+            if not self.rests or torch.cuda.is_current_stream_capturing():
+                for job in self._jobs_of(places, num_tokens):
+                    call_on(self._stream, places.experts.program, ctypes.addressof(job))
             return self._out[:num_tokens].to(self._device, non_blocking=True)
 
     def end(self) -> None:
@@ -220,11 +225,18 @@ class Placement:
         num_experts = self._used.shape[1]
         return np.stack([layer.counts.numpy()[:num_experts] for layer in self.layers])
 
-    def forget(self) -> None:
-        """Start counting anew: steps so far were none of requests."""
-        for layer in self.layers:
-            layer.counts.zero_()
-        self._counted[:], self._used[:] = 0, 0
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Compute nothing in main memory but what is replayed, and count nothing."""
+        compute = self.layers[0].compute
+        compute.rests = True
+        before = [layer.counts.clone() for layer in self.layers]
+        try:
+            yield
+        finally:
+            compute.rests = False
+            for layer, counts in zip(self.layers, before, strict=True):
+                layer.counts.copy_(counts)
 
     def before_step(self) -> None:
         """Now and then give the most used of all experts that are not on the GPU the place of the

@@ -166,6 +166,8 @@ def build_runner(
         model=model,
         drafter=drafter,
     )
+    at_rest = ExitStack()
+    at_rest.enter_context(runner.experts_at_rest())
     if runner.uses_kernels:
         progress = report(COMPILING_KERNELS)
         with memory.making("activations"):
@@ -206,6 +208,7 @@ def build_runner(
     logger.info("%s", ledger)
     info = _describe(config, runner, limits, ledger, num_blocks, max_model_len, quantization)
     info = replace(info, num_untuned=report_tuned(model, dtype, tuned))
+    at_rest.close()
     runner.be_ready()
     on_progress(READY, 1.0)
     return runner, info

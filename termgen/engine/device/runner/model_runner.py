@@ -187,10 +187,12 @@ class ModelRunner:
         """True if steps run kernels that must be compiled."""
         return self.fused_sampler is not None
 
+    def experts_at_rest(self) -> AbstractContextManager[object]:
+        """Context in which steps are rehearsed and recorded: see `Placement.at_rest`."""
+        return nullcontext() if self.placement is None else self.placement.at_rest()
+
     def be_ready(self) -> None:
         """Count compilations from now on, as no step should need any."""
-        if self.placement is not None:
-            self.placement.forget()
         if self.uses_kernels:
             from termgen.engine.device.kernels.compilation import CompileCounter
 

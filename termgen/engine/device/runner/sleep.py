@@ -61,7 +61,8 @@ class LightSleep:
                 tensor.untyped_storage().resize_(tensor.nbytes)
                 tensor.zero_()  # a request that has run before is added anew, and counted
             self._runner.init_kv_cache(self._num_blocks)
-            self._record(on_progress)
+            with self._runner.experts_at_rest():
+                self._record(on_progress)
         except (RuntimeError, MemoryError) as error:
             self._drop()
             if self._weights is not None:

@@ -251,3 +251,22 @@ def test_a_recording_gives_what_eager_does(num_on_card: int) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, layer.run(new_x, new_logits))
+
+
+@pytest.mark.gpu
+def test_rehearsals_compute_nothing_but_recordings_do() -> None:
+    layer = Layer(device="cuda", dtype=torch.float32, num_on_card=0)
+    placement = Placement([layer.places])
+    x, logits = layer.inputs(4)
+    expected = layer.run(x, logits).clone()
+    counts = placement.counts.copy()
+    graph = torch.cuda.CUDAGraph()
+    with placement.at_rest():
+        layer.places.compute._out.zero_()
+        assert not layer.run(x, logits).any()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = layer.run(x, logits)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(out, expected) and (placement.counts == counts).all()
