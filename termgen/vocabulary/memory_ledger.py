@@ -31,6 +31,20 @@ class WeightReads:
         return self.always_bytes + (1.0 - missed) * self.experts_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class HostExperts:
+    """Experts of a mixture in main memory, beside a GPU that has copies of some of each layer."""
+
+    num_on_card: int
+    num_experts: int
+    nbytes: int
+    """Main memory that all of them take."""
+
+    def __str__(self) -> str:
+        away = self.num_experts - self.num_on_card
+        return f"the CPU computes {away} of {self.num_experts} experts of each layer"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLedger:
     """The memory of one device, in parts that add up to `total_bytes`."""
@@ -57,6 +71,7 @@ class MemoryLedger:
     expected_graphs_bytes: int = 0
     """Reserve for CUDA graphs when the KV cache was sized."""
     reads: WeightReads | None = None
+    host_experts: HostExperts | None = None
 
     @property
     def free_below_limit_bytes(self) -> int:
@@ -98,7 +113,10 @@ class MemoryLedger:
         free = f"free {size(self.free_bytes)} of {size(self.total_bytes)}"
         if above := self.free_above_limit_bytes:
             free += f" ({size(above)} of it above gpu_memory_utilization)"
-        return f"{self.name}: {taken}, {free}"
+        line = f"{self.name}: {taken}, {free}"
+        if (experts := self.host_experts) is not None:
+            line += f"; {experts}, out of {size(experts.nbytes)} of main memory"
+        return line
 
 
 def size(nbytes: int) -> str:

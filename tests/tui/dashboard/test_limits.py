@@ -14,7 +14,7 @@ from termgen.tui.dashboard.state.limits import Limit, limit_of, why_slow_start
 from termgen.tui.dashboard.state.store import DashboardStore, DashboardView, HostReading
 from termgen.tui.paint.spans import row_text
 from termgen.vocabulary.events import StepRecord
-from termgen.vocabulary.memory_ledger import GIB, WeightReads
+from termgen.vocabulary.memory_ledger import GIB, HostExperts, WeightReads
 from termgen.vocabulary.time_spread import Spread
 
 MEMORY = make_memory_ledger(weights_bytes=15 * GIB, kv_cache_bytes=40 * GIB)
@@ -64,6 +64,10 @@ def test_decodes_read_the_weights_and_what_is_cached() -> None:
     )
     unknown = limit_of(run({}), None)
     assert unknown is not None and unknown.words == "a step of 8 requests takes 20.0 ms"
+    split = limit_of(run({}), replace(MEMORY, host_experts=HostExperts(48, 256, GIB)))
+    assert split is not None and split.words == (
+        "a step of 8 requests takes 20.0 ms; the CPU computes 208 of 256 experts of each layer"
+    )
 
 
 def test_a_memory_that_is_busy() -> None:

@@ -35,6 +35,7 @@ from termgen.tui.paint.frame import Frame
 from termgen.tui.paint.palette import COLOUR_GLYPHS, PLAIN_GLYPHS
 from termgen.tui.paint.spans import Row, row_text, row_width
 from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.memory_ledger import GIB, HostExperts
 from termgen.vocabulary.startup_phases import StartupPhase
 from termgen.vocabulary.time_spread import quantiles
 
@@ -214,6 +215,17 @@ def test_memory_parts_fill_the_bar_and_are_named() -> None:
     assert len(filled) == 80 and filled.count("■") == 72 and filled.count("·") == 8
     assert cells_in(rows[1], "prefill") == 60
     assert "known at the other end" in text(memory_panel(None, Frame(84, 14, True)))
+
+
+def test_the_memory_page_says_that_experts_lie_elsewhere() -> None:
+    ledger = make_memory_ledger(host_experts=HostExperts(48, 256, 19 * GIB))
+    for width in (60, 84):
+        found = " ".join(
+            row_text(row).strip("│ ") for row in memory_panel(ledger, Frame(width, 12, True))
+        )
+        words = "the CPU computes 208 of 256 experts of each layer, out of 19.0 GiB of main memory"
+        assert words in found
+        assert "KV cache" in found
 
 
 def cells_in(row: Row, role: str) -> int:

@@ -20,7 +20,7 @@ from termgen.engine.device.host_experts.host_list import HostExperts
 from termgen.engine.device.native.expert_kernels import Activation, Job
 from termgen.engine.device.native.experts import MOST_TOKENS, BlockTable, ExpertWeights
 from termgen.engine.device.quantization.group_experts import GroupExperts
-from termgen.vocabulary.memory_ledger import size
+from termgen.vocabulary.memory_ledger import HostExperts as HostExpertsFacts
 
 STEPS_BETWEEN = 4
 """Steps after which an expert may change places with another one. It takes the time of about a
@@ -207,17 +207,11 @@ class Placement:
         self._counted = np.zeros_like(self._used, dtype=np.int64)
         self._steps_left = STEPS_BETWEEN
 
-    def __str__(self) -> str:
-        first = self.layers[0]
-        return (
-            f"{first.num_on_card} of {first.num_experts} experts of each layer on the GPU, all of "
-            f"them in main memory ({size(self.host_bytes)}), where the CPU computes the others"
-        )
-
     @property
-    def host_bytes(self) -> int:
-        """Main memory that the experts take."""
-        return sum(layer.experts.num_experts * layer.experts.expert_bytes for layer in self.layers)
+    def facts(self) -> HostExpertsFacts:
+        first, each = self.layers[0], (layer.experts for layer in self.layers)
+        nbytes = sum(experts.num_experts * experts.expert_bytes for experts in each)
+        return HostExpertsFacts(first.num_on_card, first.num_experts, nbytes)
 
     @property
     def counts(self) -> np.ndarray:

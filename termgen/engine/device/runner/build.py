@@ -205,6 +205,8 @@ def build_runner(
         kv_tokens=tokens_held(num_blocks - 1, runner.block_size, attention.windows),
         are_graphs_made=not runner.graphs.num_waiting,
     )
+    if runner.placement is not None:
+        ledger = replace(ledger, host_experts=runner.placement.facts)
     logger.info("%s", ledger)
     info = _describe(config, runner, limits, ledger, num_blocks, max_model_len, quantization)
     info = replace(info, num_untuned=report_tuned(model, dtype, tuned))

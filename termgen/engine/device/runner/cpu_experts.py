@@ -99,7 +99,6 @@ class CpuExperts:
             host[0].places = host[1].places = made
             places.append(made)
         self.placement = Made(places)
-        logger.info("%s", self.placement)
 
     def _num_on_card(
         self, layers: list[SparseMoe], num_experts: int, memory: MemoryAccount | None

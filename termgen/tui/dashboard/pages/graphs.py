@@ -5,6 +5,7 @@ Without a GPU, the processor's figures replace those of the graphs.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from termgen.client import ModelInfo
@@ -251,6 +252,9 @@ def memory_panel(
     width = frame.inner_width
     parts = {kind: nbytes for kind, nbytes in memory.parts().items() if nbytes > 0}
     body: list[Row] = [_memory_bar(parts, memory.total_bytes, width, glyphs)]
+    if (experts := memory.host_experts) is not None:
+        words = f"{experts}, out of {size(experts.nbytes)} of main memory"
+        body += [((line, "muted"),) for line in textwrap.wrap(words, max(1, width))]
     for kind, nbytes in sorted(parts.items(), key=lambda item: -item[1]):
         name, role = MEMORY_NAMES[kind]
         room = max(2, width - NAME_WIDTH - 19)

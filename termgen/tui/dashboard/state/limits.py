@@ -224,6 +224,9 @@ def _decodes(
     usual = took(usual_us / 1e3)
     num_rows = round(_median(steps.num_decode_rows[is_plain]))
     words, figures = f"a step of {plural(num_rows, 'request')} takes {usual}", ""
+    if memory is not None and memory.host_experts is not None:
+        words += f"; {memory.host_experts}"
+        return Limit("decodes", f"decodes, {usual} a step", words)
     if memory is None or not usual_us:
         return Limit("decodes", f"decodes, {usual} a step", words, figures)
     cached, reads = round(view.kv_usage * memory.kv_cache_bytes), memory.reads

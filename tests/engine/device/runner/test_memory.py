@@ -19,7 +19,7 @@ from termgen.engine.device.runner.memory import HostMeter, weight_bytes
 from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.warm_up import heaviest_run
 from termgen.engine.loop.engine import SyncEngine
-from termgen.vocabulary.memory_ledger import GIB, MIB, MemoryLedger, size
+from termgen.vocabulary.memory_ledger import GIB, MIB, HostExperts, MemoryLedger, size
 from termgen.vocabulary.model_info import DeviceInfo
 
 
@@ -193,6 +193,10 @@ def test_the_ledger_is_one_line_for_people() -> None:
         "GPU memory: weights 1.1 GiB, activations 2.0 GiB, graphs (400 MiB expected) 310 MiB, "
         "workspace 100 MiB, KV cache (560,000 tokens) 60.0 GiB, others 512 MiB, free 16.0 GiB of "
         "80.0 GiB (8.0 GiB of it above gpu_memory_utilization)"
+    )
+    with_experts = replace(ledger, host_experts=HostExperts(10, 64, 3 * GIB))
+    assert str(with_experts) == (
+        f"{ledger}; the CPU computes 54 of 64 experts of each layer, out of 3.0 GiB of main memory"
     )
     assert ledger.free_below_limit_bytes == 8 * GIB
     over = replace(ledger, limit_bytes=60 * GIB)
