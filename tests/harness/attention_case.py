@@ -19,7 +19,14 @@ from termgen.engine.device.attention.base import (
 )
 from termgen.engine.device.attention.reference import paged_attention
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
-from termgen.engine.device.kernels.kv_cache import fill_with_nan
+from termgen.engine.device.kernels.kv_cache import (
+    SCALED,
+    dequantized,
+    fill_with_nan,
+    kv_store_reference,
+    quantized,
+    read_slots,
+)
 from termgen.vocabulary.cache_groups import Chunk, Window, first_key
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -70,7 +77,7 @@ class AttentionCase:
         kv_dtype = kv_cache_dtype or dtype
         self.keys, self.values = (
             # Rounded as in the cache, so that the oracle sees what the backend sees.
-            [normal(c + n, num_kv_heads, head_dim).to(kv_dtype).to(dtype) for c, n in rows]
+            [as_cached(normal(c + n, num_kv_heads, head_dim), kv_dtype) for c, n in rows]
             for _ in range(2)
         )
         self.queries = [normal(n, num_heads, head_dim) for _, n in rows]
@@ -101,10 +108,9 @@ class AttentionCase:
         )
         for row, key, value in zip(self.rows, self.keys, self.values, strict=True):
             table = self.pool.tables[row.key]
-            for position in range(row.computed + len(row.tokens)):
-                block, offset = table[position // block_size], position % block_size
-                self.cache[block, offset, 0] = key[position]
-                self.cache[block, offset, 1] = value[position]
+            places = range(row.computed + len(row.tokens))
+            slots = [table[i // block_size] * block_size + i % block_size for i in places]
+            kv_store_reference(key, value, self.cache, torch.tensor(slots, device=device))
 
     def give_up_unseen(self, window: Window) -> None:
         """Fill the blocks that no query of this step sees with NaN."""
@@ -158,10 +164,14 @@ class AttentionCase:
 
     def reference(self, *, window: Window | None = None) -> torch.Tensor:
         """`expected` from the cache: the page that readers of attention begin with."""
-        metadata = self.metadata
+        metadata, cache = self.metadata, self.cache
+        if cache.dtype in SCALED:
+            slots = torch.arange(cache.shape[0] * cache.shape[1], device=cache.device)
+            cache = read_slots(cache, slots, torch.float64)
+            cache = cache.view(-1, self.cache.shape[1], *cache.shape[1:])
         return paged_attention(
             torch.cat(self.queries),
-            self.cache,
+            cache,
             metadata.block_table,
             metadata.seq_lens,
             metadata.query_start_loc,
@@ -177,6 +187,14 @@ class AttentionCase:
         torch.testing.assert_close(self.reference(window=window), expected)
         tolerance = TOLERANCE[actual.dtype]
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def as_cached(heads: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """heads [..., head_dim] rounded to a cache's type. What a scaled one holds is not exact in a
+    half type: it is float32."""
+    if dtype in SCALED:
+        return dequantized(*quantized(heads, dtype))
+    return heads.to(dtype).to(heads.dtype)
 
 
 def random_rows(rng: random.Random, block_size: int) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from termgen.engine.device.kernels.kv_cache import head_items, stored_width
 from termgen.engine.device.recurrent.base import RecurrentStep
 from termgen.vocabulary.cache_groups import Window
 
@@ -177,11 +178,14 @@ def kv_cache_view(
 ) -> torch.Tensor:
     """One layer's cache [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim], in the memory
     order that its backend reads best: the part of that number in each page. Block 0 is the null
-    block, a target for padding. pages: [num_blocks, numbers of a page]."""
-    shape = (len(pages), block_size, 2, num_kv_heads, head_dim)
+    block, a target for padding. pages: [num_blocks, numbers of a page]. The scales that some types
+    have lie behind the numbers of each part (`scales_of`)."""
+    width = stored_width(head_dim, pages.dtype)
+    shape = (len(pages), block_size, 2, num_kv_heads, width)
     order = backend.kv_cache_order
     assert order[0] == 0, order
-    size = 2 * block_size * num_kv_heads * head_dim
-    own = pages[:, part * size : (part + 1) * size]
+    heads = 2 * block_size * num_kv_heads
+    first = part * heads * head_items(head_dim, pages.dtype)
+    own = pages[:, first : first + heads * width]
     memory = own.view([shape[dim] for dim in order])
     return memory.permute([order.index(dim) for dim in range(len(order))])

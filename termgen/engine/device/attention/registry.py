@@ -17,6 +17,7 @@ import torch
 from termgen.config import ATTENTION_BACKENDS
 from termgen.engine.device import native
 from termgen.engine.device.kernels import why_unusable
+from termgen.engine.device.kernels.kv_cache import setting_of
 from termgen.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def make_backends(
         if shapes[0].device.type != "cpu" and not why_not(known, *unquantized):
             # Half the bytes are asked for to be faster: not for them at the price of the kernels.
             raise ConfigError(
-                f"kv_cache_dtype fp8: {reason}; use kv_cache_dtype auto, or attention_backend "
-                "torch_reference, which is slow",
+                f"kv_cache_dtype {setting_of(shapes[0].kv_cache_dtype)}: {reason}; use "
+                "kv_cache_dtype auto, or attention_backend torch_reference, which is slow",
                 param="kv_cache_dtype",
             )
         passed_over = passed_over or f"{known} attention cannot run: {reason}"

@@ -31,7 +31,7 @@ from termgen.engine.device.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
-from termgen.engine.device.kernels.kv_cache import FP8, read_slots
+from termgen.engine.device.kernels.kv_cache import FP8, INT8, read_slots
 from termgen.vocabulary.cache_groups import Chunk, Window, most_keys
 
 _QUERY_TILE = 256
@@ -54,7 +54,7 @@ class TorchReferenceAttention:
         device_types=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         graph_modes=frozenset({"NONE", "PIECEWISE"}),
-        kv_cache_dtypes=frozenset({FP8}),
+        kv_cache_dtypes=frozenset({FP8, INT8}),
         features=frozenset({SOFTCAP, SINKS, CHUNKS, UNEQUAL_LAYERS}),
     )
 
@@ -177,11 +177,8 @@ class _Group:
         if view is None:
             view = self._build_view(window, group_size, q.dtype)
             self._views[window, group_size] = view
-        keys_values = (
-            read_slots(kv_cache, view.key_slots)
-            .to(q.dtype)
-            .view(n, view.num_keys, 2, num_kv_heads, head_dim)
-        )
+        keys_values = read_slots(kv_cache, view.key_slots, q.dtype)
+        keys_values = keys_values.view(n, view.num_keys, 2, num_kv_heads, head_dim)
         # The heads that share a key head are laid beside the queries, so no key is repeated.
         folded = q.view(n, num_queries, num_kv_heads, group_size, head_dim).transpose(1, 2)
         folded = folded.reshape(n, num_kv_heads, num_queries * group_size, head_dim)

@@ -20,7 +20,13 @@ import torch.nn.functional as F
 
 from termgen.engine.device.config.experts_config import GluClamp
 from termgen.engine.device.config.rope_config import RopeConfig
-from termgen.engine.device.kernels.kv_cache import movable, to_cache_dtype
+from termgen.engine.device.kernels.kv_cache import (
+    SCALED,
+    heads_of,
+    kv_store_reference,
+    movable,
+    to_cache_dtype,
+)
 
 
 class Rotation(NamedTuple):
@@ -271,7 +277,7 @@ class TorchOps:
         eps: float,
         q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        num_kv_heads, head_dim = kv_cache.shape[3:]
+        num_kv_heads, head_dim = heads_of(kv_cache)
         heads = qkv.view(-1, qkv.shape[1] // head_dim, head_dim)
         qk = heads[:, : num_heads + num_kv_heads]
         v = heads[:, num_heads:][:, -num_kv_heads:]  # the keys, where there are no others
@@ -293,15 +299,13 @@ class TorchOps:
         slot_mapping: torch.Tensor,
     ) -> None:
         cache = movable(kv_cache)
-        k, v = (movable(to_cache_dtype(heads, kv_cache.dtype)) for heads in (k, v))
-        if cache.is_contiguous():
+        if cache.is_contiguous() and cache.dtype not in SCALED:
+            k, v = (movable(to_cache_dtype(heads, kv_cache.dtype)) for heads in (k, v))
             slots = cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
             slots[:, 0].index_copy_(0, slot_mapping, k)
             slots[:, 1].index_copy_(0, slot_mapping, v)
-        else:  # another memory order, whose slots have no view
-            block, offset = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
-            cache[block, offset, 0] = k
-            cache[block, offset, 1] = v
+        else:  # with scales, or another memory order: slots have no view
+            kv_store_reference(k, v, kv_cache, slot_mapping)
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

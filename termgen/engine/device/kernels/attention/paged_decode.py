@@ -24,8 +24,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.attention.decode_plan import DecodeWorkspace
+from termgen.engine.device.kernels.attention.scaled_attention import attend_scaled
 from termgen.engine.device.kernels.attention.window import first_key, window_constant
-from termgen.engine.device.kernels.kv_cache import cache_constants
+from termgen.engine.device.kernels.kv_cache import cache_constants, scales_at
 from termgen.engine.device.kernels.launch import ask_l2, dot_precision, next_power_of_2, pdl_options
 from termgen.vocabulary.cache_groups import Window
 
@@ -168,6 +169,50 @@ def attend_run(
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _attend(
+    q,
+    head_ptr,
+    cache_ptr,
+    kv_head,
+    table,
+    begin,
+    run,
+    seq_len,
+    last_keys,
+    scale,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_WITHIN_BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """`attend_run`, or `attend_scaled` for a cache with scales."""
+    if SCALES > 0:
+        acc, top, total = attend_scaled(
+            q, cache_ptr, kv_head, table, begin, run, seq_len - 1, last_keys, scale,
+            BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
+            QUERIES > 1, WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP, SCALES,
+        )  # fmt: skip
+    else:
+        acc, top, total = attend_run(
+            q, head_ptr, table, begin, run, seq_len, last_keys, scale,
+            BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUERIES,
+            WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP,
+        )  # fmt: skip
     return acc, top, total
 
 
@@ -317,6 +362,7 @@ def _paged_decode_kernel(
     USE_PDL: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     if USE_PDL:
         gdc_launch_dependents()
@@ -370,17 +416,19 @@ def _paged_decode_kernel(
             q_at = q_ptr + row.to(tl.int64) * QUERIES * q_stride + kv_head * (GROUP * HEAD_DIM)
             q = tl.load(q_at + q_offsets, mask=head_mask, other=0.0)
             q = to_product_type(q, CACHE_BITS)
-            acc, top, total = attend_run(
+            acc, top, total = _attend(
                 q,
                 cache_ptr + kv_head * HEAD_STRIDE,
+                cache_ptr,
+                kv_head,
                 block_table_ptr + row.to(tl.int64) * table_stride,
                 (first_tile + tile) * TILE,
                 run,
                 seq_len,
                 last_keys,
                 scale,
-                BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUERIES,
-                WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP,
+                BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
+                QUERIES, WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP, SCALES,
             )  # fmt: skip
 
             out_at = out_ptr + row.to(tl.int64) * QUERIES * ROW_SIZE + kv_head * (GROUP * HEAD_DIM)
@@ -514,6 +562,7 @@ def paged_decode(
             THREADS=32 * config.num_warps,
             SOFTCAP=cap,
             HAS_SINKS=sinks is not None,
+            SCALES=scales_at(cache),
             num_warps=config.num_warps,
             **pdl_options(q.device, enabled=pdl),
         )
@@ -525,5 +574,5 @@ def _prefetch_tiles(cache: torch.Tensor, tile: int) -> int:
     that is one request a block."""
     block_size, head_dim = cache.shape[1], cache.shape[4]
     in_one_piece = cache.stride()[1:3] == (head_dim, block_size * head_dim)
-    aligned = head_dim * cache.element_size() % 16 == 0
+    aligned = all(n * cache.element_size() % 16 == 0 for n in (head_dim, cache.stride(0)))
     return _PREFETCH_TILES if in_one_piece and aligned else 0

@@ -20,12 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from termgen.engine.device.kernels.attention.paged_decode import cap_scale, capped, to_product_type
 from termgen.engine.device.kernels.attention.prefill_plan import PLAN_FIELDS, PrefillConfig
+from termgen.engine.device.kernels.attention.scaled_attention import attend_scaled
 from termgen.engine.device.kernels.attention.window import (
     first_key,
     first_masked,
     window_constant,
 )
-from termgen.engine.device.kernels.kv_cache import cache_constants
+from termgen.engine.device.kernels.kv_cache import cache_constants, scales_at
 from termgen.engine.device.kernels.launch import dot_precision, has_tma, next_power_of_2
 from termgen.vocabulary.cache_groups import Window
 
@@ -170,6 +171,7 @@ def _paged_prefill_kernel(
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     entry = plan_ptr + (num_tiles - 1 - tl.program_id(0)) * PLAN_FIELDS
     kv_head = tl.program_id(1)
@@ -211,27 +213,40 @@ def _paged_prefill_kernel(
     last_tile = (end + TILE - 1) // TILE
     last_key = tl.maximum(end - 1, 0)
 
-    # Block ids are fetched one tile ahead of the keys that they lead to, or they would halve the
-    # depth of the pipeline.
-    block = _load_blocks(table, first_tile * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
-    for step in tl.range(first_tile, num_full, num_stages=NUM_STAGES):
-        block_here = block
-        block = _load_blocks(table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
-        acc, top, total = _attend_tile(
-            q, acc, top, total, cache, block_here, step * TILE, first_seen, last_key, positions,
-            kv_head, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, False,
-            PRECISION, SOFTCAP,
+    if SCALES > 0:
+        acc, top, total = attend_scaled(
+            q, cache, kv_head, table, first_tile * TILE, last_tile - first_tile, last_key,
+            positions, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
+            HEAD_DIM, BLOCK_D, True, WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP,
+            SCALES,
         )  # fmt: skip
-    for step in tl.range(num_full, last_tile, num_stages=NUM_STAGES):
-        block_here = block
-        block = _load_blocks(table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
-        acc, top, total = _attend_tile(
-            q, acc, top, total, cache, block_here, step * TILE, first_seen, last_key, positions,
-            kv_head, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, True,
-            PRECISION, SOFTCAP,
-        )  # fmt: skip
+        scale = 1.0  # scores are scaled already
+    else:
+        # Block ids are fetched one tile ahead of the keys that they lead to, or they would halve
+        # the depth of the pipeline.
+        block = _load_blocks(table, first_tile * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
+        for step in tl.range(first_tile, num_full, num_stages=NUM_STAGES):
+            block_here = block
+            block = _load_blocks(
+                table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK
+            )
+            acc, top, total = _attend_tile(
+                q, acc, top, total, cache, block_here, step * TILE, first_seen, last_key, positions,
+                kv_head, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, False,
+                PRECISION, SOFTCAP,
+            )  # fmt: skip
+        for step in tl.range(num_full, last_tile, num_stages=NUM_STAGES):
+            block_here = block
+            block = _load_blocks(
+                table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK
+            )
+            acc, top, total = _attend_tile(
+                q, acc, top, total, cache, block_here, step * TILE, first_seen, last_key, positions,
+                kv_head, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, True,
+                PRECISION, SOFTCAP,
+            )  # fmt: skip
     if HAS_SINKS:
         if SOFTCAP > 0:
             scale = 1.0
@@ -312,6 +327,7 @@ def paged_prefill(
         PRECISION=dot_precision(q.dtype),
         SOFTCAP=cap,
         HAS_SINKS=sinks is not None,
+        SCALES=scales_at(cache),
         num_warps=config.num_warps,
     )
     return out
@@ -325,6 +341,7 @@ def can_use_tma(cache: torch.Tensor, tile: int) -> bool:
     order = (num_kv_heads * 2 * block_size, 1, block_size, 2 * block_size)
     return (
         has_tma(cache.device)
+        and not scales_at(cache)
         and cache.element_size() <= 2
         and block_size % tile == 0
         and row % 16 == 0

@@ -19,8 +19,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from termgen.engine.device.kernels.kv_cache import cache_constants, kv_store_reference
+from termgen.engine.device.kernels.kv_cache import (
+    cache_constants,
+    heads_of,
+    kv_store_reference,
+    scales_at,
+)
 from termgen.engine.device.kernels.launch import next_power_of_2, pdl_options
+from termgen.engine.device.kernels.rows.store_heads import (
+    scale_pointer,
+    store_head,
+    store_parts,
+)
 
 _HEADS = 4
 _MANY_TOKENS, _HEADS_OF_MANY = 1024, 16
@@ -34,14 +44,6 @@ def _normed(x, scale, weight, ROUND_TWICE: tl.constexpr):
     if ROUND_TWICE:
         normed = normed.to(x.dtype).to(tl.float32)
     return (normed * weight).to(x.dtype)
-
-
-@triton.jit
-def to_cache(x, dtype: tl.constexpr):
-    """x in the cache's type; eight bits hold no more than 448, and no infinity."""
-    if dtype.primitive_bitwidth == 8:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, tl.PropagateNan.ALL)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -71,6 +73,7 @@ def _qk_rope_kv_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    SCALES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -144,13 +147,21 @@ def _qk_rope_kv_kernel(
     kv_head = heads - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
     to = to + kv_head * HEAD_STRIDE + tl.where(is_value, V_OFFSET, 0)
-    kv_dtype: tl.constexpr = cache_ptr.dtype.element_ty
-    tl.store(to + halves, to_cache(first, kv_dtype), mask=half_mask & ~is_query)
-    tl.store(to + HALF + halves, to_cache(second, kv_dtype), mask=half_mask & ~is_query)
+    kv_offset = tl.where(is_value, V_OFFSET, 0)
+    at_scale = scale_pointer(
+        cache_ptr, slot, kv_head, kv_offset, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, BLOCK_SIZE,
+        HEAD_DIM, SCALES,
+    )  # fmt: skip
     if HAS_REST:
         q_rest = q_ptr + token * q_stride + heads * HEAD_DIM + rests
         tl.store(q_rest, rest, mask=rest_mask & is_query)
-        tl.store(to + rests, to_cache(rest, kv_dtype), mask=rest_mask & ~is_query)
+    else:
+        rest, rests, rest_mask = first, halves, half_mask
+    is_stored = is_head & ~is_query
+    store_parts(
+        to, at_scale, first, second, rest, halves, rests, is_stored, half_mask & is_stored,
+        rest_mask & is_stored, HALF, HAS_REST, SCALES,
+    )  # fmt: skip
 
 
 def qk_rope_kv(
@@ -173,7 +184,7 @@ def qk_rope_kv(
     what writes them and this must lie a launch without early start, as a step's embedding is.
     """
     num_tokens = qkv.shape[0]
-    num_kv_heads, head_dim = cache.shape[3:]
+    num_kv_heads, head_dim = heads_of(cache)
     rotary_dim = cos.shape[-1]
     constants = cache_constants(cache)
     given = qkv.shape[1] // head_dim
@@ -213,6 +224,7 @@ def qk_rope_kv(
         BLOCK_H=heads,
         BLOCK_HALF=next_power_of_2(rotary_dim // 2),
         BLOCK_REST=next_power_of_2(rest),
+        SCALES=scales_at(cache),
         num_warps=4 if is_many else 2,
         **pdl_options(qkv.device, enabled=pdl),
     )
@@ -230,7 +242,7 @@ def qk_rope_kv_reference(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    num_kv_heads, head_dim = cache.shape[3:]
+    num_kv_heads, head_dim = heads_of(cache)
     rotary_dim = cos.shape[-1]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     if heads.shape[1] == num_heads + num_kv_heads:  # v is k
@@ -268,6 +280,7 @@ def _store_kv_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -278,9 +291,15 @@ def _store_kv_kernel(
     slot = tl.load(slot_mapping_ptr + token)
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
     to = to + heads * HEAD_STRIDE + dims
-    kv_dtype = cache_ptr.dtype.element_ty
-    tl.store(to, to_cache(k, kv_dtype), mask=inside)
-    tl.store(to + V_OFFSET, to_cache(v, kv_dtype), mask=inside)
+    at_scale = scale_pointer(
+        cache_ptr, slot, heads, 0, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM,
+        SCALES,
+    )  # fmt: skip
+    if SCALES > 0:
+        k, v = tl.where(inside, k, 0.0), tl.where(inside, v, 0.0)
+    is_head = heads < NUM_KV_HEADS
+    store_head(to, at_scale, k, is_head, inside, SCALES)
+    store_head(to + V_OFFSET, at_scale + V_OFFSET // HEAD_DIM, v, is_head, inside, SCALES)
 
 
 def store_kv(
@@ -293,7 +312,7 @@ def store_kv(
     `kv_cache.kv_store_reference` is the reference."""
     num_tokens, num_kv_heads, head_dim = k.shape
     assert k.shape == v.shape and k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
-    assert kv_cache.shape[3:] == k.shape[1:], (kv_cache.shape, k.shape)
+    assert heads_of(kv_cache) == k.shape[1:], (kv_cache.shape, k.shape)
     if not num_tokens:
         return
     _store_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, _HEADS))](
@@ -306,6 +325,7 @@ def store_kv(
         **cache_constants(kv_cache),
         BLOCK_H=_HEADS,
         BLOCK_D=next_power_of_2(head_dim),
+        SCALES=scales_at(kv_cache),
         num_warps=2,
     )
 

@@ -8,7 +8,17 @@ from triton_device import DEVICES, DEVICES_AND_DTYPES, assert_near, normal, pois
 
 require_triton()
 
-from termgen.engine.device.kernels.kv_cache import kv_store_reference  # noqa: E402
+from termgen.engine.device.attention.base import kv_cache_view  # noqa: E402
+from termgen.engine.device.attention.triton_paged import TritonPagedAttention  # noqa: E402
+from termgen.engine.device.kernels.kv_cache import (  # noqa: E402
+    INT8,
+    SCALED,
+    fill_with_nan,
+    head_items,
+    kv_store_reference,
+    read_slots,
+    scales_of,
+)
 from termgen.engine.device.kernels.rows.gated_activation import (  # noqa: E402
     ACTIVATIONS,
     activated_product,
@@ -34,6 +44,8 @@ from termgen.engine.device.kernels.rows.rmsnorm import (  # noqa: E402
 )
 from termgen.engine.device.layers.ops import Rotation, TorchOps  # noqa: E402
 
+LARGEST_ERROR = {INT8: 0.51 / 127}
+"""Relative to the largest number of a head."""
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 
 
@@ -291,6 +303,60 @@ def test_qk_rope_kv_of_many_tokens(
         small = qk_rope_kv(qkv[part], few, cos[part], sin[part], slots[part], **arguments)
         assert_near(q[part], small, dtype)
     assert_near(many.nan_to_num(-7.0), few.nan_to_num(-7.0), dtype)
+
+
+def scaled_cache(kind: torch.dtype, heads: tuple[int, int], device: str) -> torch.Tensor:
+    """The second layer of pages of two, all NaN."""
+    size = 2 * 4 * heads[0] * head_items(heads[1], kind)
+    pages = torch.zeros(4, 2 * size, dtype=kind, device=device)
+    arguments = {"block_size": 4, "num_kv_heads": heads[0], "head_dim": heads[1], "part": 1}
+    cache = kv_cache_view(TritonPagedAttention, pages, **arguments)
+    fill_with_nan(cache, torch.arange(4, device=device))
+    return cache
+
+
+def assert_stored_alike(stored: torch.Tensor, expected: torch.Tensor, most: int) -> None:
+    """Scales, and integers but for `most` of each, as float32 sums may end on another side."""
+    for one, two in ((stored, expected), (scales_of(stored), scales_of(expected))):
+        assert one.shape == two.shape
+        differ = (one != two) & ~(one.isnan() & two.isnan())
+        assert int(differ.sum()) <= most
+    torch.testing.assert_close(stored, expected, atol=1, rtol=0)
+    torch.testing.assert_close(
+        scales_of(stored), scales_of(expected), atol=0, rtol=2e-2, equal_nan=True
+    )
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize(("heads", "rotary_dim"), [((1, 64), 64), ((5, 80), 80), ((2, 128), 64)])
+def test_stores_with_scales(
+    device: str, dtype: torch.dtype, kind: torch.dtype, heads: tuple[int, int], rotary_dim: int
+) -> None:
+    num_kv_heads, head_dim = heads
+    slots = torch.tensor([11, 0, 5, 14, 2], device=device)
+    qkv = normal(5, (4 + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device, seed=8)
+    parts = qkv.view(5, -1, head_dim)
+    parts[1, 4] = 0
+    parts[2, 4] *= 1e-9
+    parts[3, 4] *= 1e4
+    parts[4, -1, 3] = float("nan")
+    k, v = parts[:, 4 : 4 + num_kv_heads], parts[:, 4 + num_kv_heads :]
+    stored, expected = (scaled_cache(kind, heads, device) for _ in range(2))
+    store_kv(k, v, stored, slots)
+    kv_store_reference(k, v, expected, slots)
+    assert_stored_alike(stored, expected, most=0)
+    kept = read_slots(stored, slots, torch.float32)
+    assert kept[4, 1, -1].isnan().all() and not kept[:4].isnan().any()
+    largest = torch.stack((k, v), 1).float().abs().amax(-1, keepdim=True).nan_to_num()
+    error = (kept - torch.stack((k, v), 1).float()).abs().nan_to_num()
+    assert (error <= largest * LARGEST_ERROR[kind] + 1e-7).all()
+
+    cos, sin = make_rotation(torch.arange(5, device=device), rotary_dim)
+    arguments = {"num_heads": 4, "norm_weight": None}
+    qk_rope_kv(qkv, stored, cos, sin, slots, **arguments)
+    qk_rope_kv_reference(qkv, expected, cos, sin, slots, **arguments)
+    assert_stored_alike(stored, expected, most=4)
 
 
 @devices_and_dtypes
