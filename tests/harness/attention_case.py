@@ -28,6 +28,7 @@ from termgen.engine.device.kernels.kv_cache import (
     read_slots,
 )
 from termgen.vocabulary.cache_groups import Chunk, Window, first_key
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -54,6 +55,7 @@ class AttentionCase:
         softcap: float | None = None,
         sinks: Sequence[float] | None = None,
         scale: float | None = None,
+        cache_scales: LayerScales | None = None,
         num_parts: int = 1,
         part: int = 0,
     ) -> None:
@@ -62,6 +64,7 @@ class AttentionCase:
         self.rows = [Row(key, computed, [0] * new) for key, (computed, new) in enumerate(rows)]
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
+        self.cache_scales = cache_scales
         self.sinks = None if sinks is None else torch.tensor(sinks, device=device)
         needs = {SOFTCAP} if softcap is not None else set()
         needs |= {SINKS} if sinks is not None else set()
@@ -80,6 +83,12 @@ class AttentionCase:
             [as_cached(normal(c + n, num_kv_heads, head_dim), kv_dtype) for c, n in rows]
             for _ in range(2)
         )
+        if cache_scales is not None:
+            # An fp8 cache has these numbers exactly, and so it has their multiples.
+            self.keys, self.values = (
+                [heads.float() * scale for heads in of_rows]
+                for of_rows, scale in zip((self.keys, self.values), cache_scales, strict=True)
+            )
         self.queries = [normal(n, num_heads, head_dim) for _, n in rows]
         self.shape = AttentionShape(
             num_heads=num_heads,
@@ -110,7 +119,9 @@ class AttentionCase:
             table = self.pool.tables[row.key]
             places = range(row.computed + len(row.tokens))
             slots = [table[i // block_size] * block_size + i % block_size for i in places]
-            kv_store_reference(key, value, self.cache, torch.tensor(slots, device=device))
+            kv_store_reference(
+                key, value, self.cache, torch.tensor(slots, device=device), cache_scales
+            )
 
     def give_up_unseen(self, window: Window) -> None:
         """Fill the blocks that no query of this step sees with NaN."""
@@ -129,7 +140,7 @@ class AttentionCase:
             torch.cat(self.queries),
             self.cache,
             self.metadata,
-            AttentionForm(self.scale, window, self.softcap, self.sinks),
+            AttentionForm(self.scale, window, self.softcap, self.sinks, self.cache_scales),
         )
 
     def expected(self, *, window: Window | None = None) -> torch.Tensor:
@@ -165,9 +176,11 @@ class AttentionCase:
     def reference(self, *, window: Window | None = None) -> torch.Tensor:
         """`expected` from the cache: the page that readers of attention begin with."""
         metadata, cache = self.metadata, self.cache
-        if cache.dtype in SCALED:
+        if cache.dtype in SCALED or self.cache_scales is not None:
             slots = torch.arange(cache.shape[0] * cache.shape[1], device=cache.device)
             cache = read_slots(cache, slots, torch.float64)
+            if self.cache_scales is not None:
+                cache *= torch.tensor(self.cache_scales, device=cache.device)[:, None, None]
             cache = cache.view(-1, self.cache.shape[1], *cache.shape[1:])
         return paged_attention(
             torch.cat(self.queries),

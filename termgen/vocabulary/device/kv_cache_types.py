@@ -7,6 +7,8 @@ would have the block's earlier ones rounded again.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 SCALE_BYTES = 2
 
@@ -17,3 +19,10 @@ def head_bytes(name: str, head_dim: int, of_auto: int) -> int:
     if name == "int8":
         return head_dim + SCALE_BYTES
     return head_dim * (of_auto if name == "auto" else 1)
+
+
+class LayerScales(NamedTuple):
+    """The numbers that a layer's keys and values are divided by in an fp8 cache."""
+
+    key: float
+    value: float

@@ -15,6 +15,7 @@ import torch
 from termgen.engine.device.kernels.kv_cache import head_items, stored_width
 from termgen.engine.device.recurrent.base import RecurrentStep
 from termgen.vocabulary.cache_groups import Window
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 SOFTCAP = "soft caps of scores"
 SINKS = "attention sinks"
@@ -88,6 +89,17 @@ class AttentionForm:
     sinks: torch.Tensor | None = None  # [num_heads] float32
     """One more score for each head's softmax, neither scaled nor capped, whose weight goes to no
     value."""
+    cache_scales: LayerScales | None = None
+    """What keys and values are multiplied by: they were divided by it when they were stored."""
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the products of queries with what the cache has for keys."""
+        return self.scale if self.cache_scales is None else self.scale * self.cache_scales.key
+
+    @property
+    def value_scale(self) -> float | None:
+        return None if self.cache_scales is None else self.cache_scales.value
 
 
 @dataclass(frozen=True, slots=True)

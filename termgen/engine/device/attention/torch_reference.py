@@ -185,10 +185,12 @@ class _Group:
         keys, values = keys_values.permute(2, 0, 3, 1, 4)  # [n, num_kv_heads, num_keys, head_dim]
         if form.softcap is None and form.sinks is None:
             attended = F.scaled_dot_product_attention(
-                folded, keys, values, attn_mask=view.mask, scale=form.scale
+                folded, keys, values, attn_mask=view.mask, scale=form.score_scale
             )
         else:
             attended = _attend_step_by_step(folded, keys, values, view.mask, form)
+        if form.value_scale is not None:
+            attended = attended * form.value_scale
         attended = attended.view(n, num_kv_heads, num_queries, group_size, head_dim)
         return attended.transpose(1, 2).reshape(n * num_queries, num_heads, head_dim)
 
@@ -247,7 +249,7 @@ def _attend_step_by_step(
     for first in range(0, num_kv_heads, together):
         some = slice(first, first + together)
         scores = q[:, some].float() @ keys[:, some].float().transpose(2, 3)
-        scores *= form.scale
+        scores *= form.score_scale
         if form.softcap is not None:
             scores = scores.div_(form.softcap).tanh_().mul_(form.softcap)
         if mask is not None:

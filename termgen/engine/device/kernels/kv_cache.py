@@ -4,7 +4,8 @@ A cache is taken as a view [num_blocks, block_size, 2 (k, v), num_kv_heads, head
 layout in memory: only the last dimension must be dense.
 
 fp8 is e4m3: four bits of exponent, three of mantissa, up to 448, no infinity. Values are kept as
-they are (a scale of 1): what is larger becomes the largest, the rest is rounded to nearest even.
+they are, or divided by two numbers of the layer (`LayerScales`): what is larger becomes the
+largest, the rest is rounded to nearest even.
 
 int8 has a float16 scale for each head of a token. A block's scales lie behind its numbers in the
 same page, in the numbers' order, so whatever moves, shares or gives up pages takes them along.
@@ -20,6 +21,7 @@ import math
 
 import torch
 
+from termgen.vocabulary.device.kv_cache_types import LayerScales as LayerScales  # for layers
 from termgen.vocabulary.device.kv_cache_types import head_bytes
 
 FP8 = torch.float8_e4m3fn
@@ -147,14 +149,21 @@ def scales_at(cache: torch.Tensor) -> int:
 
 
 def kv_store_reference(
-    k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scales: LayerScales | None = None,
 ) -> None:
+    if scales is not None:
+        assert cache.dtype == FP8, "other types have none, or scales of their own"
+        k, v = (heads.float() * (1 / scale) for heads, scale in zip((k, v), scales, strict=True))
     block_size = cache.shape[1]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     for place, heads in enumerate((k, v)):
         if cache.dtype in SCALED:
-            numbers, scales = quantized(heads, cache.dtype)
-            scales_of(cache)[:, blocks, offsets, place] = scales
+            numbers, own_scales = quantized(heads, cache.dtype)
+            scales_of(cache)[:, blocks, offsets, place] = own_scales
         else:
             numbers = to_cache_dtype(heads, cache.dtype)
         movable(cache)[blocks, offsets, place] = movable(numbers)

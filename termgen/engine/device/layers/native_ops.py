@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from termgen.engine.device.kernels.kv_cache import LayerScales
 from termgen.engine.device.layers.ops import Rotation, TorchOps
 from termgen.engine.device.native.jit import LANES, threads_for
 from termgen.engine.device.native.row_kernels import row_kernels
@@ -58,6 +59,7 @@ class NativeOps(TorchOps):
         norm_weight: torch.Tensor | None,
         eps: float,
         q: torch.Tensor | None = None,
+        cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:
         num_kv_heads, head_dim = kv_cache.shape[3:]
         num_qk = num_heads + num_kv_heads
@@ -83,6 +85,7 @@ class NativeOps(TorchOps):
                 norm_weight=norm_weight,
                 eps=eps,
                 q=q,
+                cache_scales=cache_scales,
             )
         num_rows = qkv.shape[0]
         out = torch.empty(num_rows, num_heads, head_dim) if q is None else q

@@ -22,6 +22,7 @@ from termgen.engine.device.config.experts_config import GluClamp
 from termgen.engine.device.config.rope_config import RopeConfig
 from termgen.engine.device.kernels.kv_cache import (
     SCALED,
+    LayerScales,
     heads_of,
     kv_store_reference,
     movable,
@@ -138,10 +139,11 @@ class LayerOps(Protocol):
         norm_weight: torch.Tensor | None,  # [heads of q and k, or of all three, head_dim]
         eps: float,
         q: torch.Tensor | None = None,  # [T, num_heads, head_dim], contiguous
+        cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         """Normalises (the heads that have a weight) and rotates q and k, writes k and v, and
         returns q, in the memory given for it if any is. Without v, the values are the keys as they
-        were given; without k and v, nothing is written."""
+        were given; without k and v, nothing is written. cache_scales: see `AttentionForm`."""
 
     def store(
         self,
@@ -276,6 +278,7 @@ class TorchOps:
         norm_weight: torch.Tensor | None,
         eps: float,
         q: torch.Tensor | None = None,
+        cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:
         num_kv_heads, head_dim = heads_of(kv_cache)
         heads = qkv.view(-1, qkv.shape[1] // head_dim, head_dim)
@@ -288,7 +291,10 @@ class TorchOps:
                 v = _rms_norm(v, norm_weight[num_qk:], eps)
         qk = rotate(qk, rotation)
         if v.shape[1]:
-            self.store(qk[:, num_heads:], v, kv_cache, slot_mapping)
+            k = qk[:, num_heads:]
+            if cache_scales is not None:
+                k, v = k.float() * (1 / cache_scales.key), v.float() * (1 / cache_scales.value)
+            self.store(k, v, kv_cache, slot_mapping)
         return qk[:, :num_heads] if q is None else q.copy_(qk[:, :num_heads])
 
     def store(

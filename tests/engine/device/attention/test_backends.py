@@ -30,6 +30,7 @@ from termgen.engine.device.attention.registry import (
 from termgen.engine.device.kernels.kv_cache import INT8, SCALED
 from termgen.errors import ConfigError
 from termgen.vocabulary.cache_groups import Chunk, Window, window_name
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WINDOWS = (None, 1, 3, 5, 16, 17)
@@ -187,6 +188,18 @@ def test_an_fp8_cache_with_soft_caps_and_sinks(where: Where) -> None:
         case = make_case(where, rows, kv_cache_dtype=FP8, **sizes, **FORMS["both"])
         case.check()
         case.check(window=16)
+
+
+@with_fp8
+def test_an_fp8_cache_with_scales_of_the_layer(where: Where) -> None:
+    rows = [(15, 1), (300, 1), (0, 9), (3, 70)]
+    scales = LayerScales(0.375, 6.0)
+    for dtype in where.dtypes:
+        sizes = {"num_heads": 6, "block_size": 16, "dtype": dtype, "cache_scales": scales}
+        case = make_case(where, rows, kv_cache_dtype=FP8, **sizes)
+        case.check()
+        case.check(window=5)
+        make_case(where, rows, kv_cache_dtype=FP8, **sizes, **FORMS["both"]).check(window=16)
 
 
 @with_fp8

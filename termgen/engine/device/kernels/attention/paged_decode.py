@@ -234,6 +234,15 @@ def offsets_of(rows, stride, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DI
 
 
 @triton.jit
+def divided(acc, total, value_scale):
+    """The result of sums. value_scale: of values in the cache; None: 1."""
+    result = acc / total[:, None]
+    if value_scale is not None:
+        result = result * value_scale
+    return result
+
+
+@triton.jit
 def weigh_sinks(sinks_ptr, rows, GROUP: tl.constexpr, QUERIES: tl.constexpr, top):
     """What the sinks of a group's heads add to the sums of their weights."""
     heads = rows
@@ -249,6 +258,7 @@ def combine_pieces(
     softmax_ptr,
     out_ptr,
     sinks_ptr,
+    value_scale,
     first_program,
     last_program,
     out_stride,
@@ -295,7 +305,7 @@ def combine_pieces(
     inside = (heads < GROUP * QUERIES)[:, None] & (dims < HEAD_DIM)[None, :]
     at_head = offsets_of(heads, out_stride, GROUP, QUERIES, HEAD_DIM)
     to = out_ptr + at_head[:, None] + dims[None, :]
-    tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(to, divided(acc, total, value_scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -334,6 +344,7 @@ def _paged_decode_kernel(
     arrivals_ptr,
     sinks_ptr,
     scale,
+    value_scale,
     num_rows,
     q_stride,
     table_stride,
@@ -435,7 +446,7 @@ def _paged_decode_kernel(
             if run == all_tiles:
                 if HAS_SINKS:
                     total += weigh_sinks(sinks_ptr + kv_head * GROUP, heads, GROUP, QUERIES, top)
-                result = (acc / total[:, None]).to(out_dtype)
+                result = divided(acc, total, value_scale).to(out_dtype)
                 tl.store(out_at + out_offsets, result, mask=head_mask)
             else:
                 # A run's first piece began in an earlier program (slot 0) or is its last (slot 1).
@@ -459,6 +470,7 @@ def _paged_decode_kernel(
                         softmax_ptr,
                         out_at,
                         sinks_ptr + kv_head * GROUP if HAS_SINKS else None,
+                        value_scale,
                         first_program,
                         last_program,
                         ROW_SIZE,
@@ -499,6 +511,7 @@ def paged_decode(
     positions: torch.Tensor | None = None,  # [B * Q] int64
     num_queries: int = 1,
     scale: float,
+    value_scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads] float32
@@ -541,6 +554,7 @@ def paged_decode(
             workspace.arrivals,
             sinks,
             factor,
+            value_scale,
             num_rows,
             q.stride(0),
             block_table.stride(0),

@@ -18,7 +18,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from termgen.engine.device.kernels.attention.paged_decode import cap_scale, capped, to_product_type
+from termgen.engine.device.kernels.attention.paged_decode import (
+    cap_scale,
+    capped,
+    divided,
+    to_product_type,
+)
 from termgen.engine.device.kernels.attention.prefill_plan import PLAN_FIELDS, PrefillConfig
 from termgen.engine.device.kernels.attention.scaled_attention import attend_scaled
 from termgen.engine.device.kernels.attention.window import (
@@ -148,6 +153,7 @@ def _paged_prefill_kernel(
     plan_ptr,
     sinks_ptr,
     scale,
+    value_scale,
     num_tiles,
     q_stride,
     table_stride,
@@ -252,7 +258,8 @@ def _paged_prefill_kernel(
             scale = 1.0
         sinks = tl.load(sinks_ptr + heads) * _LOG2_E
         total += tl.where(total > 0.0, tl.exp2(sinks - top * scale), 0.0)
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a padded row has seen nothing
+    # A padded row has seen nothing.
+    result = divided(acc, tl.where(total > 0.0, total, 1.0), value_scale)
     to = out_ptr + (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(to, result.to(out_ptr.dtype.element_ty), mask=live)
 
@@ -266,6 +273,7 @@ def paged_prefill(
     config: PrefillConfig,
     num_tiles: int,
     scale: float,
+    value_scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads] float32
@@ -283,6 +291,7 @@ def paged_prefill(
         return out
     if config.specialised:
         assert softcap is None, "TritonPagedAttention plans other tiles for it"
+        assert value_scale is None, "which an fp8 cache has"
         from termgen.engine.device.kernels.attention.paged_prefill_hopper import (
             paged_prefill_hopper,
         )
@@ -310,6 +319,7 @@ def paged_prefill(
         plan,
         sinks,
         factor,
+        value_scale,
         num_tiles,
         q.stride(0),
         block_table.stride(0),

@@ -27,10 +27,12 @@ from termgen.engine.device.kernels.kv_cache import (
 )
 from termgen.engine.device.kernels.launch import next_power_of_2, pdl_options
 from termgen.engine.device.kernels.rows.store_heads import (
+    in_cache_units,
     scale_pointer,
     store_head,
     store_parts,
 )
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 _HEADS = 4
 _MANY_TOKENS, _HEADS_OF_MANY = 1024, 16
@@ -59,6 +61,8 @@ def _qk_rope_kv_kernel(
     q_stride,
     rotation_stride,
     eps,
+    key_factor,
+    value_factor,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     V_OFFSET: tl.constexpr,
@@ -157,11 +161,19 @@ def _qk_rope_kv_kernel(
         tl.store(q_rest, rest, mask=rest_mask & is_query)
     else:
         rest, rests, rest_mask = first, halves, half_mask
+    first = in_cache_units(first, is_value, key_factor, value_factor)
+    second = in_cache_units(second, is_value, key_factor, value_factor)
+    rest = in_cache_units(rest, is_value, key_factor, value_factor)
     is_stored = is_head & ~is_query
     store_parts(
         to, at_scale, first, second, rest, halves, rests, is_stored, half_mask & is_stored,
         rest_mask & is_stored, HALF, HAS_REST, SCALES,
     )  # fmt: skip
+
+
+def factors_of(scales: LayerScales | None) -> tuple[float | None, float | None]:
+    """What kernels multiply keys and values by."""
+    return (None, None) if scales is None else (1 / scales.key, 1 / scales.value)
 
 
 def qk_rope_kv(
@@ -175,6 +187,7 @@ def qk_rope_kv(
     norm_weight: torch.Tensor | None = None,  # [q and k, or all heads, head_dim]
     eps: float = 0.0,
     q: torch.Tensor | None = None,
+    cache_scales: LayerScales | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:  # [T, num_heads, head_dim]
     """Writes k and v at their slots, if there are any, and returns q; a part of `qkv` may be given
@@ -216,6 +229,7 @@ def qk_rope_kv(
         q.stride(0),
         cos.stride(0),
         eps,
+        *factors_of(cache_scales),
         **constants,
         NUM_HEADS=num_heads,
         ROTARY_DIM=rotary_dim,
@@ -241,6 +255,7 @@ def qk_rope_kv_reference(
     num_heads: int,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    cache_scales: LayerScales | None = None,
 ) -> torch.Tensor:
     num_kv_heads, head_dim = heads_of(cache)
     rotary_dim = cos.shape[-1]
@@ -259,7 +274,7 @@ def qk_rope_kv_reference(
     turned = (turned * cos + swapped * sin).to(qkv.dtype)
     qk = torch.cat((turned, qk[..., rotary_dim:]), -1)
     if v.shape[1]:
-        kv_store_reference(qk[:, num_heads:], v, cache, slot_mapping)
+        kv_store_reference(qk[:, num_heads:], v, cache, slot_mapping, cache_scales)
     return qk[:, :num_heads].contiguous()
 
 

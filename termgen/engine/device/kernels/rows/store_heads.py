@@ -18,6 +18,14 @@ def to_cache(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def in_cache_units(x, is_value, key_factor, value_factor):
+    """x times the factor of keys or values, float32; as it is where there are none."""
+    if key_factor is not None:
+        x = x.to(tl.float32) * tl.where(is_value, value_factor, key_factor)
+    return x
+
+
+@triton.jit
 def largest_of(x):
     """[H, D] -> [H] float32: the largest size of each row's numbers, NaN if there is one."""
     x = x.to(tl.float32)

@@ -43,6 +43,7 @@ from termgen.engine.device.kernels.rows.rmsnorm import (  # noqa: E402
     rmsnorm_reference,
 )
 from termgen.engine.device.layers.ops import Rotation, TorchOps  # noqa: E402
+from termgen.vocabulary.device.kv_cache_types import LayerScales  # noqa: E402
 
 LARGEST_ERROR = {INT8: 0.51 / 127}
 """Relative to the largest number of a head."""
@@ -376,3 +377,29 @@ def test_store_kv(
     store_kv(k, v, stored, slots)
     kv_store_reference(k, v, expected, slots)
     torch.testing.assert_close(stored, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("rotary_dim", [64, 32])
+def test_an_fp8_cache_takes_keys_and_values_in_its_units(
+    device: str, dtype: torch.dtype, rotary_dim: int
+) -> None:
+    scales = LayerScales(0.25, 3.0)
+    qkv = normal(5, 8 * 64, dtype=dtype, device=device, seed=8, scale=200.0)
+    cos, sin = make_rotation(torch.arange(5, device=device), rotary_dim)
+    slots = torch.tensor([11, 0, 5, 14, 2], device=device)
+    caches = [torch.zeros(4, 4, 2, 2, 64, device=device).to(torch.float8_e4m3fn) for _ in range(3)]
+    arguments = {"num_heads": 4, "norm_weight": None, "eps": 1e-6, "cache_scales": scales}
+    q = qk_rope_kv(qkv, caches[0], cos, sin, slots, **arguments)
+    qk_rope_kv_reference(qkv, caches[1], cos, sin, slots, **arguments)
+    in_torch = TorchOps().rotate_and_store(qkv, caches[2], Rotation(cos, sin), slots, **arguments)
+    assert_near(q, in_torch, dtype)
+    stored, *expected = (cache.float() for cache in caches)
+    for other in expected:
+        off = (stored - other).abs() / other.abs().clamp(min=1.0)
+        assert (off > 0).sum() <= 8 and off.max() < 0.13, "a number next to two others at most"
+    values = qkv.view(5, 8, 64)[:, 6:].float() / scales.value
+    kept = stored.flatten(0, 1)[slots][:, 1]
+    assert ((kept - values).abs() <= values.abs() / 16 + 1e-3).all()
+    unscaled = qkv.view(5, 8, 64)[:, 4:6].abs().max() / scales.key
+    assert unscaled > 448 and stored.flatten(0, 1)[slots][:, 0].abs().max() == 448
