@@ -226,7 +226,8 @@ class EngineConfig:
     kv_cache_dtype: str = setting(
         "auto",
         "type of keys and values; auto: that of the activations; int8, with a scale for each head "
-        "of a token, and fp8 (e4m3): half the bytes of a 16-bit type, less exact",
+        "of a token, and fp8 (e4m3): half the bytes of a 16-bit type, less exact; int4: about a "
+        "quarter, far less exact",
         choices=KV_CACHE_DTYPES,
     )
     num_gpu_blocks_override: int | None = setting(

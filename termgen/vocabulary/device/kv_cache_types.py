@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8", "int4")
 SCALE_BYTES = 2
 
 
@@ -18,6 +18,8 @@ def head_bytes(name: str, head_dim: int, of_auto: int) -> int:
     activations."""
     if name == "int8":
         return head_dim + SCALE_BYTES
+    if name == "int4":
+        return head_dim // 2 + 2 * SCALE_BYTES
     return head_dim * (of_auto if name == "auto" else 1)
 
 

@@ -51,6 +51,7 @@ def test_the_parts_add_up() -> None:
         ("cuda:0", {"kv_cache_dtype": "fp8"}, 7.0, 1),
         ("cuda:0", {"kv_cache_dtype": "fp8_e4m3"}, 7.0, 1),
         ("cuda:0", {"kv_cache_dtype": "int8"}, 7.0, 130 / 128),
+        ("cuda:0", {"kv_cache_dtype": "int4"}, 7.0, 68 / 128),
         ("cuda:0", {"quantization": "q4"}, 5.5, 2),
         ("cuda:0", {"quantization": "none"}, 16.0, 2),
     ],

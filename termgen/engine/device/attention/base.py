@@ -116,6 +116,8 @@ class AttentionCapabilities:
     min_compute_capability: tuple[int, int] | None = None
     kv_cache_dtypes: frozenset[torch.dtype] = frozenset()
     """Types of keys and values that it reads besides the one it computes in."""
+    int4_head_dims: frozenset[int] | None = None
+    """Those with a cache of int4; None: any even one."""
     shares_plans: bool = False
     """True if `prepare` looks at no block table, so that once is enough for all groups."""
     features: frozenset[str] = frozenset()

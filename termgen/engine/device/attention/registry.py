@@ -17,7 +17,7 @@ import torch
 from termgen.config import ATTENTION_BACKENDS
 from termgen.engine.device import native
 from termgen.engine.device.kernels import why_unusable
-from termgen.engine.device.kernels.kv_cache import setting_of
+from termgen.engine.device.kernels.kv_cache import INT4, setting_of
 from termgen.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,6 +94,10 @@ def _why_not(name: str, shape: AttentionShape) -> str:
         return f"a KV cache of {_dtype_name(shape.kv_cache_dtype)} is not supported"
     if capabilities.head_dims is not None and shape.head_dim not in capabilities.head_dims:
         return f"heads of size {shape.head_dim} are not supported"
+    if shape.kv_cache_dtype == INT4:
+        known = capabilities.int4_head_dims
+        if shape.head_dim % 2 or (known is not None and shape.head_dim not in known):
+            return f"heads of size {shape.head_dim} are not supported with a KV cache of int4"
     if missing := shape.needs - capabilities.features:
         return f"{' and '.join(sorted(missing))} are not supported"
     size = shape.block_size or capabilities.preferred_block_size

@@ -31,7 +31,7 @@ from termgen.engine.device.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
-from termgen.engine.device.kernels.kv_cache import FP8, INT8, read_slots
+from termgen.engine.device.kernels.kv_cache import FP8, INT4, INT8, SCALED, read_slots
 from termgen.vocabulary.cache_groups import Chunk, Window, most_keys
 
 _QUERY_TILE = 256
@@ -54,7 +54,7 @@ class TorchReferenceAttention:
         device_types=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         graph_modes=frozenset({"NONE", "PIECEWISE"}),
-        kv_cache_dtypes=frozenset({FP8, INT8}),
+        kv_cache_dtypes=frozenset({FP8, INT8, INT4}),
         features=frozenset({SOFTCAP, SINKS, CHUNKS, UNEQUAL_LAYERS}),
     )
 
@@ -92,6 +92,9 @@ class TorchReferenceAttention:
         form: AttentionForm,
     ) -> torch.Tensor:
         assert self._prepared is metadata, "prepare was not called for this step"
+        if kv_cache.dtype in SCALED and q.dtype != torch.float32:
+            # Integers times scales are no numbers of a half type.
+            return self._attend(q.float(), kv_cache, metadata, form).to(q.dtype)
         num_tokens = q.shape[0]
         if len(self._groups) == 1 and self._groups[0].is_whole(num_tokens):
             return self._groups[0].attend(q, kv_cache, form)

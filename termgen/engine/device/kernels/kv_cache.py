@@ -12,6 +12,9 @@ same page, in the numbers' order, so whatever moves, shares or gives up pages ta
 They are found from the view of the numbers (`scales_of`), which is all that is passed on: such a
 view must be one that `kv_cache_view` made, never a copy.
 
+int4 has an offset beside the scale, in a second plane behind the first, and two numbers a byte, d
+and d + head_dim / 2, so that each half of a head is multiplied by half of a query.
+
 Kernels do the same in `rows.store_heads`. Imports no triton.
 """
 
@@ -26,10 +29,12 @@ from termgen.vocabulary.device.kv_cache_types import head_bytes
 
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
+INT4 = torch.uint8
+"""Two numbers a byte."""
 FP8_MAX = 448.0
 FP8_NAN_BYTE = 0x7F
 LARGEST_SCALE = 65504.0
-SCALED = {INT8: "int8"}
+SCALED = {INT8: "int8", INT4: "int4"}
 """Types with scales, by the setting's names."""
 
 
@@ -52,19 +57,18 @@ def head_items(head_dim: int, dtype: torch.dtype) -> int:
 
 def stored_width(head_dim: int, dtype: torch.dtype) -> int:
     """The last dimension of a cache."""
-    del dtype
-    return head_dim
+    return head_dim // 2 if dtype == INT4 else head_dim
 
 
 def heads_of(cache: torch.Tensor) -> tuple[int, int]:
     """(number of key heads, their size)"""
-    return cache.shape[3], cache.shape[4]
+    return cache.shape[3], cache.shape[4] * (2 if cache.dtype == INT4 else 1)
 
 
 def scales_of(cache: torch.Tensor) -> torch.Tensor:
     """The scales of a cache that has them: a view [1, num_blocks, block_size, 2, num_kv_heads] of
-    float16."""
-    planes, numbers = 1, math.prod(cache.shape[1:])
+    float16, [2, ...] with the offsets of int4."""
+    planes, numbers = 2 if cache.dtype == INT4 else 1, math.prod(cache.shape[1:])
     heads = numbers // cache.shape[4]
     strides = [stride // cache.shape[4] for stride in cache.stride()[1:4]]
     return torch.empty(0, dtype=torch.float16, device=cache.device).set_(
@@ -76,10 +80,11 @@ def scales_of(cache: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(heads: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """heads [..., head_dim] -> their numbers [..., stored width] and scales [1, ...]. A head with a
-    NaN has a scale that is NaN."""
-    del dtype
+    """heads [..., head_dim] -> their numbers [..., stored width] and scales [1 or 2, ...]. A head
+    with a NaN has a scale that is NaN."""
     x = heads.float()
+    if dtype == INT4:
+        return _in_four_bits(x)
     largest = x.abs().amax(-1)
     scale = (largest / 127).clamp(max=LARGEST_SCALE).half()
     steps = x / scale.float()[..., None]
@@ -88,8 +93,22 @@ def quantized(heads: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return (steps * (scale != 0)[..., None]).to(INT8), scale[None]
 
 
+def _in_four_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    least, most = x.amin(-1), x.amax(-1)
+    scale = ((most - least) / 15).clamp(max=LARGEST_SCALE).half()
+    # Numbers are from -8 to 7, which is the largest. What differs little is all offset.
+    offset = (least + 8 * scale.float()).clamp(-LARGEST_SCALE, LARGEST_SCALE).half()
+    steps = (x - offset.float()[..., None]) / scale.float()[..., None]
+    steps = steps.nan_to_num(0.0, 7.0, -8.0).round_().clamp_(-8, 7)
+    low, high = ((steps * (scale != 0)[..., None]) + 8).to(torch.uint8).chunk(2, -1)
+    return low | high << 4, torch.stack((scale, offset))
+
+
 def dequantized(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """numbers [..., stored width] and scales [1, ...] -> float32 heads [..., head_dim]"""
+    """numbers [..., stored width] and scales [1 or 2, ...] -> float32 heads [..., head_dim]"""
+    if numbers.dtype == INT4:
+        steps = torch.cat((numbers & 15, numbers >> 4), -1).float() - 8
+        return steps * scales[0].float()[..., None] + scales[1].float()[..., None]
     return numbers.float() * scales[0].float()[..., None]
 
 

@@ -27,7 +27,7 @@ from termgen.engine.device.attention.registry import (
     make_backends,
     why_not,
 )
-from termgen.engine.device.kernels.kv_cache import INT8, SCALED
+from termgen.engine.device.kernels.kv_cache import INT4, INT8, SCALED
 from termgen.errors import ConfigError
 from termgen.vocabulary.cache_groups import Chunk, Window, window_name
 from termgen.vocabulary.device.kv_cache_types import LayerScales
@@ -157,7 +157,7 @@ def test_a_backend_has_to_run_every_shape_of_a_model() -> None:
 
 
 FP8 = torch.float8_e4m3fn
-ERRORS = [(INT8, 0.002, 0.01)]
+ERRORS = [(INT8, 0.002, 0.01), (INT4, 0.03, 0.15)]
 """Relative error of attention to random numbers, at least and at most."""
 READS_FP8 = [name for name in BACKENDS if name not in (*EXTRAS, "native")]
 with_fp8 = pytest.mark.parametrize(
@@ -213,16 +213,32 @@ def test_an_fp8_cache_is_near_an_exact_one(where: Where) -> None:
     assert 0.01 < error < 0.05
 
 
+def no_reason(device: torch.device, *, dtype: torch.dtype | None = None) -> str:
+    return ""
+
+
 @pytest.mark.parametrize("kind", SCALED)
 @with_fp8
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cache_with_scales(
-    dtype: torch.dtype, head_dim: int, where: Where, kind: torch.dtype
+    dtype: torch.dtype,
+    head_dim: int,
+    where: Where,
+    kind: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert kind in where.backend.capabilities.kv_cache_dtypes
     if dtype not in where.dtypes:
         pytest.skip(f"{where.backend.name} is not asked for {dtype} on {where.device}")
+    if kind == INT4 and head_dim == 80 and where.backend.name == "triton":
+        shape = replace(AttentionCase([(0, 1)], head_dim=80).shape, kv_cache_dtype=INT4)
+        monkeypatch.setattr("termgen.engine.device.attention.registry.why_unusable", no_reason)
+        fault = "heads of size 80 are not supported with a KV cache of int4"
+        assert why_not("triton", replace(shape, device=CUDA)) == fault
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype int4: {fault}; use .* auto"):
+            make_backends(None, [replace(shape, device=CUDA)])
+        return
     rows = [(15, 1), (16, 1), (17, 1), (300, 1), (0, 9), (16, 5), (3, 70)]
     for block_size in (16, 64):
         sizes = {"num_heads": 6, "head_dim": head_dim, "block_size": block_size}

@@ -149,7 +149,7 @@ def test_whole_steps_and_pieces_agree_to_the_bit_at_one_padded_shape(
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_recorded_steps_over_a_cache_below_16_bits(tiny_model_dir: ModelDir, kind: str) -> None:
     seed = 8
     print(f"seed {seed}")

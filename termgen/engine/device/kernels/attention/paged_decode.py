@@ -374,6 +374,7 @@ def _paged_decode_kernel(
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SCALES: tl.constexpr,
+    STORED_DIM: tl.constexpr,
 ):
     if USE_PDL:
         gdc_launch_dependents()
@@ -411,7 +412,7 @@ def _paged_decode_kernel(
                 tl.minimum(first * TILE + keys_ahead, seq_len),
                 BLOCK_STRIDE,
                 BLOCK_SIZE,
-                HEAD_DIM,
+                STORED_DIM,
                 THREADS,
             )
         gdc_wait()
@@ -577,6 +578,7 @@ def paged_decode(
             SOFTCAP=cap,
             HAS_SINKS=sinks is not None,
             SCALES=scales_at(cache),
+            STORED_DIM=cache.shape[4],
             num_warps=config.num_warps,
             **pdl_options(q.device, enabled=pdl),
         )

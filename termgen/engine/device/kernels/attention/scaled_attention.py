@@ -2,7 +2,8 @@
 
 One loop for `paged_decode` and `paged_prefill`, in place of theirs. A key's scale multiplies the
 column of its scores, a value's the column of weights, so that a tile's numbers are only converted:
-every one is exact in float16 and bfloat16.
+every one is exact in float16 and bfloat16. Numbers of four bits have an offset as well, which adds
+the same to all products of a query with a key, and to all numbers of a result.
 
 Weights times scales may be far below what float16 holds with all its bits. They are divided by the
 largest scale so far, which the sums are kept in units of.
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from termgen.engine.device.kernels.attention.window import first_key
-from termgen.engine.device.kernels.rows.store_heads import scales_pointer
+from termgen.engine.device.kernels.rows.store_heads import scales_pointer, split_halves
 
 _SMALLEST_SCALE = tl.constexpr(2.0**-24)
 """The smallest float16 above zero."""
@@ -31,6 +32,18 @@ def _capped(doubled, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _seen(key, is_inside, first_keys, last_keys, PER_QUERY: tl.constexpr, WINDOW: tl.constexpr):
+    """[M or 1, TILE]: the keys that each query sees, of those that are inside for some query."""
+    if PER_QUERY:
+        is_seen = key[None, :] <= last_keys[:, None]
+        if WINDOW != 0:
+            is_seen = is_seen & (key[None, :] >= first_keys[:, None])
+    else:
+        is_seen = is_inside[None, :]
+    return is_seen
+
+
+@triton.jit
 def from_int8(numbers, dtype: tl.constexpr):
     """Integers as floats. For float16 they are put into the last bits of 1024, which a conversion
     takes several instructions for."""
@@ -40,6 +53,24 @@ def from_int8(numbers, dtype: tl.constexpr):
     else:
         floats = numbers.to(dtype)
     return floats
+
+
+@triton.jit
+def halves_of(packed, dtype: tl.constexpr):
+    """Two numbers of four bits from each byte, those of a head's first half and of its second."""
+    low, high = packed & 15, packed >> 4
+    if dtype == tl.float16:
+        low = (low.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+        high = (high.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    else:
+        low, high = low.to(dtype) - 8.0, high.to(dtype) - 8.0
+    return low, high
+
+
+@triton.jit
+def join_halves(low, high):
+    halves = tl.permute(tl.join(low, high), (0, 2, 1))
+    return tl.reshape(halves, [low.shape[0], 2 * low.shape[1]])
 
 
 @triton.jit
@@ -72,10 +103,15 @@ def attend_scaled(
     """`run` tiles from key `begin`, none past `last_key`: sums that are not yet divided, [M, D],
     and of each query the largest score and the sum of the weights, [M]. last_keys: the last key
     that each query sees, [M] where PER_QUERY, else one for all."""
-    dims = tl.arange(0, BLOCK_D)
+    IS_4BIT: tl.constexpr = cache_ptr.dtype.element_ty == tl.uint8
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if IS_4BIT else HEAD_DIM
+    BLOCK_W: tl.constexpr = BLOCK_D // 2 if IS_4BIT else BLOCK_D
+    OFFSETS: tl.constexpr = SCALES // WIDTH
+    dims = tl.arange(0, BLOCK_W)
     keys = tl.arange(0, TILE)
     head_base = cache_ptr + kv_head * HEAD_STRIDE + dims[None, :]
-    scales_ptr = scales_pointer(cache_ptr, SCALES) + kv_head * (HEAD_STRIDE // HEAD_DIM)
+    scales_ptr = scales_pointer(cache_ptr, SCALES) + kv_head * (HEAD_STRIDE // WIDTH)
+    first_keys = last_keys
     if WINDOW != 0:
         first_keys = first_key(last_keys, WINDOW)
         first_seen = first_keys
@@ -83,7 +119,12 @@ def attend_scaled(
             first_seen = tl.min(first_keys, axis=0)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
-    acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    acc = tl.zeros([q.shape[0], BLOCK_W], tl.float32)
+    if IS_4BIT:
+        q_low, q_high = split_halves(q)
+        q_sum = tl.sum(q.to(tl.float32), axis=1)
+        acc_high = tl.zeros([q.shape[0], BLOCK_W], tl.float32)
+        added = tl.zeros([q.shape[0]], tl.float32)
     unit = tl.full([], _SMALLEST_SCALE, tl.float32)
     # Block ids are fetched one tile ahead, for the reason that `attend_run` gives.
     if IS_WITHIN_BLOCK:
@@ -104,37 +145,57 @@ def attend_scaled(
             place = tl.minimum(key + TILE, last_key)
             block = tl.load(table + place // BLOCK_SIZE)
         at = head_base + (start * BLOCK_STRIDE + inner * TOKEN_STRIDE)[:, None]
-        scale_at = scales_ptr + start * (BLOCK_STRIDE // 2) + inner * (TOKEN_STRIDE // HEAD_DIM)
+        scale_at = scales_ptr + start * (BLOCK_STRIDE // 2) + inner * (TOKEN_STRIDE // WIDTH)
         is_inside = key <= last_key
         if WINDOW != 0:  # the blocks before it are given up, and 0 * NaN is not 0
             is_inside = is_inside & (key >= first_seen)
         inside = is_inside[:, None]
-        if BLOCK_D > HEAD_DIM:
-            inside = inside & (dims < HEAD_DIM)[None, :]
+        if BLOCK_W > WIDTH:
+            inside = inside & (dims < WIDTH)[None, :]
         key_scales = tl.load(scale_at, mask=is_inside, other=0.0).to(tl.float32)
-        k = from_int8(tl.load(at, mask=inside, other=0), q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (key_scales * scale)[None, :]
+        numbers = tl.load(at, mask=inside, other=0)
+        if IS_4BIT:
+            k_low, k_high = halves_of(numbers, q.dtype)
+            scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
+            scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=PRECISION)
+            key_offsets = tl.load(scale_at + OFFSETS, mask=is_inside, other=0.0).to(tl.float32)
+            scores = scores * key_scales[None, :] + q_sum[:, None] * key_offsets[None, :]
+            scores = scores * scale
+        else:
+            k = from_int8(numbers, q.dtype)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = scores * (key_scales * scale)[None, :]
         if SOFTCAP > 0:
             scores = _capped(scores, SOFTCAP)
-        if PER_QUERY:
-            is_seen = key[None, :] <= last_keys[:, None]
-            if WINDOW != 0:
-                is_seen = is_seen & (key[None, :] >= first_keys[:, None])
-        else:
-            is_seen = is_inside[None, :]
+        is_seen = _seen(key, is_inside, first_keys, last_keys, PER_QUERY, WINDOW)
         scores = tl.where(is_seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         reference = _finite_top(new_top)
         weights = tl.exp2(scores - reference[:, None])
         shrink = tl.exp2(top - reference)
         total = total * shrink + tl.sum(weights, axis=1)
-        value_at = scale_at + V_OFFSET // HEAD_DIM
+        value_at = scale_at + V_OFFSET // WIDTH
         value_scales = tl.load(value_at, mask=is_inside, other=0.0).to(tl.float32)
         new_unit = tl.maximum(unit, tl.max(value_scales, axis=0))
-        weights = weights * (value_scales / new_unit)[None, :]
-        acc = acc * (shrink * (unit / new_unit))[:, None]
-        v = from_int8(tl.load(at + V_OFFSET, mask=inside, other=0), q.dtype)
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        if IS_4BIT:
+            offsets = tl.load(value_at + OFFSETS, mask=is_inside, other=0.0).to(tl.float32)
+            added = added * shrink + tl.sum(weights * offsets[None, :], axis=1)
+        weights = (weights * (value_scales / new_unit)[None, :]).to(q.dtype)
+        shrink = shrink * (unit / new_unit)
+        acc = acc * shrink[:, None]
+        numbers = tl.load(at + V_OFFSET, mask=inside, other=0)
+        if IS_4BIT:
+            v_low, v_high = halves_of(numbers, q.dtype)
+            acc = tl.dot(weights, v_low, acc, input_precision=PRECISION)
+            acc_high = acc_high * shrink[:, None]
+            acc_high = tl.dot(weights, v_high, acc_high, input_precision=PRECISION)
+        else:
+            v = from_int8(numbers, q.dtype)
+            acc = tl.dot(weights, v, acc, input_precision=PRECISION)
         top = new_top
         unit = new_unit
-    return acc * unit, top, total
+    if IS_4BIT:
+        acc = join_halves(acc, acc_high) * unit + added[:, None]
+    else:
+        acc = acc * unit
+    return acc, top, total

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.kv_cache import (
+    INT4,
     cache_constants,
     heads_of,
     kv_store_reference,
@@ -215,6 +216,20 @@ def qk_rope_kv(
     if not num_tokens:
         return q
     rest = head_dim - rotary_dim
+    if rest and num_kv_heads and cache.dtype == INT4:
+        # A byte has a number of each half of a head, which are not those that rotate.
+        scratch = qkv.new_empty(num_tokens, 1, 2, num_kv_heads, head_dim)
+        every = torch.arange(num_tokens, device=qkv.device)
+        qk_rope_kv(
+            *(qkv, scratch, cos, sin, every),
+            num_heads=num_heads,
+            norm_weight=norm_weight,
+            eps=eps,
+            q=q,
+            pdl=False,
+        )
+        store_kv(scratch[:, 0, 0], scratch[:, 0, 1], cache, slot_mapping)
+        return q
     is_many = num_tokens >= _MANY_TOKENS
     heads = _HEADS_OF_MANY if is_many else _HEADS
     _qk_rope_kv_kernel[(num_tokens, triton.cdiv(total_heads, heads))](
@@ -305,7 +320,7 @@ def _store_kv_kernel(
     v = tl.load(v_ptr + token * v_token_stride + heads * HEAD_DIM + dims, mask=inside)
     slot = tl.load(slot_mapping_ptr + token)
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
-    to = to + heads * HEAD_STRIDE + dims
+    to = to + heads * HEAD_STRIDE
     at_scale = scale_pointer(
         cache_ptr, slot, heads, 0, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM,
         SCALES,
@@ -313,8 +328,12 @@ def _store_kv_kernel(
     if SCALES > 0:
         k, v = tl.where(inside, k, 0.0), tl.where(inside, v, 0.0)
     is_head = heads < NUM_KV_HEADS
-    store_head(to, at_scale, k, is_head, inside, SCALES)
-    store_head(to + V_OFFSET, at_scale + V_OFFSET // HEAD_DIM, v, is_head, inside, SCALES)
+    store_head(to, at_scale, k, dims, is_head, inside, SCALES, HEAD_DIM)
+    at_scale = scale_pointer(
+        cache_ptr, slot, heads, V_OFFSET, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, BLOCK_SIZE,
+        HEAD_DIM, SCALES,
+    )  # fmt: skip
+    store_head(to + V_OFFSET, at_scale, v, dims, is_head, inside, SCALES, HEAD_DIM)
 
 
 def store_kv(

@@ -60,10 +60,54 @@ def to_int8(x, scale):
     return rounded_steps(x, scale, -127.0, 127.0).to(tl.int8)
 
 
+@triton.constexpr_function
+def _width(is_4bit, head_dim):
+    return head_dim // 2 if is_4bit else head_dim
+
+
 @triton.jit
 def scales_pointer(cache_ptr, SCALES: tl.constexpr):
     """Where the scales of block 0 begin."""
     return (cache_ptr + SCALES).to(tl.pointer_type(tl.float16), bitcast=True)
+
+
+@triton.jit
+def split_halves(q):
+    """[M, D] -> the first and the second half of each row, [M, D / 2]"""
+    halves = tl.reshape(q, [q.shape[0], 2, q.shape[1] // 2])
+    return tl.split(tl.permute(halves, (0, 2, 1)))
+
+
+@triton.jit
+def span_of(x, mask):
+    """[H, D] -> the smallest and the largest of each row's numbers under the mask, [H] float32;
+    NaN if there is one."""
+    x = x.to(tl.float32)
+    has_nan = tl.max((x != x).to(tl.int32), axis=1) > 0
+    least = tl.min(tl.where(mask, x, float("inf")), axis=1)
+    most = tl.max(tl.where(mask, x, float("-inf")), axis=1)
+    return tl.where(has_nan, float("nan"), least), tl.where(has_nan, float("nan"), most)
+
+
+@triton.jit
+def store_in_four_bits(to, at_scale, low, high, is_head, mask, OFFSETS: tl.constexpr):
+    """The two halves of heads [H, D / 2], a number of each in a byte, with scales and offsets."""
+    low_least, low_most = span_of(low, mask)
+    high_least, high_most = span_of(high, mask)
+    least = tl.minimum(low_least, high_least, propagate_nan=tl.PropagateNan.ALL)
+    span = larger(low_most, high_most) - least
+    span = tl.where(least == float("inf"), 0.0, span)  # a row that is no head
+    scale = tl.div_rn(span, tl.full(span.shape, 15.0, tl.float32))
+    scale = tl.clamp(scale, 0.0, 65504.0, tl.PropagateNan.ALL).to(tl.float16)
+    offset = least + 8.0 * scale.to(tl.float32)
+    offset = tl.clamp(offset, -65504.0, 65504.0, tl.PropagateNan.ALL).to(tl.float16)
+    tl.store(at_scale, scale[:, None], mask=is_head)
+    tl.store(at_scale + OFFSETS, offset[:, None], mask=is_head)
+    zero = offset.to(tl.float32)[:, None]
+    low_steps = rounded_steps(low.to(tl.float32) - zero, scale, -8.0, 7.0) + 8.0
+    high_steps = rounded_steps(high.to(tl.float32) - zero, scale, -8.0, 7.0) + 8.0
+    packed = low_steps.to(tl.int32) | (high_steps.to(tl.int32) << 4)
+    tl.store(to, packed.to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -82,24 +126,33 @@ def scale_pointer(
     """Where a slot's scales of heads lie: their numbers' places, in heads. Without scales, anything
     that is not used. kv_offset: 0 for keys, V_OFFSET for values."""
     if SCALES > 0:
+        WIDTH: tl.constexpr = _width(cache_ptr.dtype.element_ty == tl.uint8, HEAD_DIM)
         inner = slot % BLOCK_SIZE * TOKEN_STRIDE + kv_head * HEAD_STRIDE + kv_offset
         of_block = slot // BLOCK_SIZE * (BLOCK_STRIDE // 2)
-        at = scales_pointer(cache_ptr, SCALES) + of_block + inner // HEAD_DIM
+        at = scales_pointer(cache_ptr, SCALES) + of_block + inner // WIDTH
     else:
         at = cache_ptr
     return at
 
 
 @triton.jit
-def store_head(to, at_scale, x, is_head, mask, SCALES: tl.constexpr):
-    """x [H, D] at `to`, and its scales at `at_scale` [H, 1] where SCALES are kept; what the mask
-    leaves out of a head is zero then."""
-    if SCALES > 0:
+def store_head(to, at_scale, x, dims, is_head, mask, SCALES: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """x [H, D] at `to` [H, 1], and its scales at `at_scale` [H, 1] where SCALES are kept; what the
+    mask leaves out of a head is zero then."""
+    dtype: tl.constexpr = to.dtype.element_ty
+    if dtype == tl.uint8:
+        low, high = split_halves(x)
+        halves = tl.arange(0, HEAD_DIM // 2)[None, :]
+        in_head = is_head & (halves < HEAD_DIM)
+        store_in_four_bits(
+            to + halves, at_scale, low, high, is_head, in_head, SCALES // (HEAD_DIM // 2)
+        )
+    elif SCALES > 0:
         scale = scale_of(largest_of(x))
         tl.store(at_scale, scale[:, None], mask=is_head)
-        tl.store(to, to_int8(x, scale), mask=mask)
+        tl.store(to + dims, to_int8(x, scale), mask=mask)
     else:
-        tl.store(to, to_cache(x, to.dtype.element_ty), mask=mask)
+        tl.store(to + dims, to_cache(x, dtype), mask=mask)
 
 
 @triton.jit
@@ -119,7 +172,9 @@ def store_parts(
     SCALES: tl.constexpr,
 ):
     """The same of a head in its two rotated halves and, where it has one, the rest."""
-    if SCALES > 0:
+    if to.dtype.element_ty == tl.uint8:
+        store_in_four_bits(to + halves, at_scale, first, second, is_head, half_mask, SCALES // HALF)
+    elif SCALES > 0:
         largest = larger(largest_of(first), largest_of(second))
         if HAS_REST:
             largest = larger(largest, largest_of(rest))

@@ -11,6 +11,7 @@ require_triton()
 from termgen.engine.device.attention.base import kv_cache_view  # noqa: E402
 from termgen.engine.device.attention.triton_paged import TritonPagedAttention  # noqa: E402
 from termgen.engine.device.kernels.kv_cache import (  # noqa: E402
+    INT4,
     INT8,
     SCALED,
     fill_with_nan,
@@ -45,7 +46,7 @@ from termgen.engine.device.kernels.rows.rmsnorm import (  # noqa: E402
 from termgen.engine.device.layers.ops import Rotation, TorchOps  # noqa: E402
 from termgen.vocabulary.device.kv_cache_types import LayerScales  # noqa: E402
 
-LARGEST_ERROR = {INT8: 0.51 / 127}
+LARGEST_ERROR = {INT8: 0.51 / 127, INT4: 0.51 * 2 / 15}
 """Relative to the largest number of a head."""
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 
@@ -335,6 +336,8 @@ def test_stores_with_scales(
     device: str, dtype: torch.dtype, kind: torch.dtype, heads: tuple[int, int], rotary_dim: int
 ) -> None:
     num_kv_heads, head_dim = heads
+    if kind == INT4 and head_dim == 80:
+        pytest.skip("which attention refuses")
     slots = torch.tensor([11, 0, 5, 14, 2], device=device)
     qkv = normal(5, (4 + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device, seed=8)
     parts = qkv.view(5, -1, head_dim)
