@@ -17,7 +17,7 @@ import torch
 from termgen.config import ATTENTION_BACKENDS
 from termgen.engine.device import native
 from termgen.engine.device.kernels import why_unusable
-from termgen.engine.device.kernels.kv_cache import INT4, setting_of
+from termgen.engine.device.kernels.kv_cache import INT4, SCALED, setting_of
 from termgen.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ def _why_not(name: str, shape: AttentionShape) -> str:
         dtypes = {_dtype_name(dtype) for dtype in capabilities.dtypes}
         return f"it computes in {_words(dtypes)}, not {_dtype_name(shape.dtype)}"
     if shape.kv_cache_dtype not in capabilities.kv_cache_dtypes | {shape.dtype}:
-        return f"a KV cache of {_dtype_name(shape.kv_cache_dtype)} is not supported"
+        name_of = SCALED.get(shape.kv_cache_dtype, _dtype_name(shape.kv_cache_dtype))
+        return f"a KV cache of {name_of} is not supported"
     if capabilities.head_dims is not None and shape.head_dim not in capabilities.head_dims:
         return f"heads of size {shape.head_dim} are not supported"
     if shape.kv_cache_dtype == INT4:
