@@ -1,7 +1,7 @@
 """Speed of the engine on one GPU: random weights, real shapes.
 
     python benchmarks/gpu_decode.py [--models NAME ...] [--parts decode job prefill start]
-    python benchmarks/gpu_decode.py --option kv_cache_dtype=fp8
+    python benchmarks/gpu_decode.py --option kv_cache_dtype=int8
     python benchmarks/gpu_decode.py --models qwen3-0.6b --parts sampling --batch-sizes 1 32 256
     python benchmarks/gpu_decode.py --models qwen3-0.6b --parts modes
 
@@ -39,6 +39,7 @@ from machine import gpu_name, machine_facts, parser_of, print_rows, write_report
 from made_up_models import LARGE, OTHERS, REAL, write_config
 
 from termgen.config import EngineConfig
+from termgen.engine.device.kernels.kv_cache import head_items
 from termgen.engine.loop.engine import SyncEngine
 from termgen.vocabulary.events import EventRing, StepRecord
 from termgen.vocabulary.request import GenerationRequest
@@ -182,7 +183,7 @@ def step_bytes(engine: SyncEngine, rows: int, context: int) -> float:
     """Bytes that a step of decodes has to move: each weight once, of a mixture those of the experts
     that random tokens choose; the keys and values that rows see; each state in and out."""
     runner = engine.core.executor._runner  # type: ignore[attr-defined]
-    config, itemsize, moved = runner.config, runner.kv_cache_dtype.itemsize, 0.0
+    config, kv_dtype, moved = runner.config, runner.kv_cache_dtype, 0.0
     for name, weight in runner.model.named_parameters():
         size = weight.nbytes
         if "embed" in name and not (config.tie_word_embeddings and "per_layer" not in name):
@@ -193,7 +194,8 @@ def step_bytes(engine: SyncEngine, rows: int, context: int) -> float:
         moved += size
     for layer in range(config.num_layers):
         if (spec := config.layer_caches[config.kv_source(layer)]) is not None:
-            moved += rows * min(context, spec.window or context) * spec.numbers * itemsize
+            head = head_items(spec.head_dim, kv_dtype) * kv_dtype.itemsize
+            moved += rows * min(context, spec.window or context) * 2 * spec.num_kv_heads * head
     return moved + sum(2 * state.delta[:rows].nbytes for state in runner.states)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from termgen.errors import ConfigError
 from termgen.vocabulary.alerts import MOST as ALERTS
 from termgen.vocabulary.alerts import parse_alerts
+from termgen.vocabulary.device.kv_cache_types import KV_CACHE_DTYPES
 from termgen.vocabulary.device.speculation import parse_speculative_config
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -25,7 +26,6 @@ LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("termgen", "transformers")
 IMAGE_MODES = ("note", "refuse")
 QUANTIZATIONS = ("auto", "none", "int8", "q4", "fp8")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("triton", "native", "torch_reference", "flashinfer", "flash_attn")
 TOOLS = ("files",)
@@ -242,8 +242,9 @@ class EngineConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "type of keys and values; auto: that of the activations; fp8 (e4m3): half the bytes of a "
-        "16-bit type, less exact",
+        "type of keys and values; auto: that of the activations; int8, with a scale for each head "
+        "of a token, and fp8 (e4m3): half the bytes of a 16-bit type, less exact; int4: about a "
+        "quarter, far less exact",
         choices=KV_CACHE_DTYPES,
     )
     num_gpu_blocks_override: int | None = setting(

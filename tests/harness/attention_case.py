@@ -19,8 +19,16 @@ from termgen.engine.device.attention.base import (
 )
 from termgen.engine.device.attention.reference import paged_attention
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
-from termgen.engine.device.kernels.kv_cache import fill_with_nan
+from termgen.engine.device.kernels.kv_cache import (
+    SCALED,
+    dequantized,
+    fill_with_nan,
+    kv_store_reference,
+    quantized,
+    read_slots,
+)
 from termgen.vocabulary.cache_groups import Chunk, Window, first_key
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -47,6 +55,7 @@ class AttentionCase:
         softcap: float | None = None,
         sinks: Sequence[float] | None = None,
         scale: float | None = None,
+        cache_scales: LayerScales | None = None,
         num_parts: int = 1,
         part: int = 0,
     ) -> None:
@@ -55,6 +64,7 @@ class AttentionCase:
         self.rows = [Row(key, computed, [0] * new) for key, (computed, new) in enumerate(rows)]
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
+        self.cache_scales = cache_scales
         self.sinks = None if sinks is None else torch.tensor(sinks, device=device)
         needs = {SOFTCAP} if softcap is not None else set()
         needs |= {SINKS} if sinks is not None else set()
@@ -70,9 +80,15 @@ class AttentionCase:
         kv_dtype = kv_cache_dtype or dtype
         self.keys, self.values = (
             # Rounded as in the cache, so that the oracle sees what the backend sees.
-            [normal(c + n, num_kv_heads, head_dim).to(kv_dtype).to(dtype) for c, n in rows]
+            [as_cached(normal(c + n, num_kv_heads, head_dim), kv_dtype) for c, n in rows]
             for _ in range(2)
         )
+        if cache_scales is not None:
+            # An fp8 cache has these numbers exactly, and so it has their multiples.
+            self.keys, self.values = (
+                [heads.float() * scale for heads in of_rows]
+                for of_rows, scale in zip((self.keys, self.values), cache_scales, strict=True)
+            )
         self.queries = [normal(n, num_heads, head_dim) for _, n in rows]
         self.shape = AttentionShape(
             num_heads=num_heads,
@@ -101,10 +117,11 @@ class AttentionCase:
         )
         for row, key, value in zip(self.rows, self.keys, self.values, strict=True):
             table = self.pool.tables[row.key]
-            for position in range(row.computed + len(row.tokens)):
-                block, offset = table[position // block_size], position % block_size
-                self.cache[block, offset, 0] = key[position]
-                self.cache[block, offset, 1] = value[position]
+            places = range(row.computed + len(row.tokens))
+            slots = [table[i // block_size] * block_size + i % block_size for i in places]
+            kv_store_reference(
+                key, value, self.cache, torch.tensor(slots, device=device), cache_scales
+            )
 
     def give_up_unseen(self, window: Window) -> None:
         """Fill the blocks that no query of this step sees with NaN."""
@@ -123,7 +140,7 @@ class AttentionCase:
             torch.cat(self.queries),
             self.cache,
             self.metadata,
-            AttentionForm(self.scale, window, self.softcap, self.sinks),
+            AttentionForm(self.scale, window, self.softcap, self.sinks, self.cache_scales),
         )
 
     def expected(self, *, window: Window | None = None) -> torch.Tensor:
@@ -158,10 +175,16 @@ class AttentionCase:
 
     def reference(self, *, window: Window | None = None) -> torch.Tensor:
         """`expected` from the cache: the page that readers of attention begin with."""
-        metadata = self.metadata
+        metadata, cache = self.metadata, self.cache
+        if cache.dtype in SCALED or self.cache_scales is not None:
+            slots = torch.arange(cache.shape[0] * cache.shape[1], device=cache.device)
+            cache = read_slots(cache, slots, torch.float64)
+            if self.cache_scales is not None:
+                cache *= torch.tensor(self.cache_scales, device=cache.device)[:, None, None]
+            cache = cache.view(-1, self.cache.shape[1], *cache.shape[1:])
         return paged_attention(
             torch.cat(self.queries),
-            self.cache,
+            cache,
             metadata.block_table,
             metadata.seq_lens,
             metadata.query_start_loc,
@@ -177,6 +200,14 @@ class AttentionCase:
         torch.testing.assert_close(self.reference(window=window), expected)
         tolerance = TOLERANCE[actual.dtype]
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def as_cached(heads: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """heads [..., head_dim] rounded to a cache's type. What a scaled one holds is not exact in a
+    half type: it is float32."""
+    if dtype in SCALED:
+        return dequantized(*quantized(heads, dtype))
+    return heads.to(dtype).to(heads.dtype)
 
 
 def random_rows(rng: random.Random, block_size: int) -> list[tuple[int, int]]:

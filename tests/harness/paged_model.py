@@ -22,6 +22,7 @@ from termgen.engine.device.attention.base import (
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.kernels.kv_cache import fill_with_nan, head_items
 from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
 from termgen.engine.device.layers.linear import MakeExperts
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
@@ -126,9 +127,9 @@ def nan_cache(
 ) -> torch.Tensor:
     """One layer's cache, full of NaN, which has a part of each page."""
 
-    numbers = num_parts * 2 * block_size * num_kv_heads * head_dim
-    pages = torch.full((num_blocks, numbers), float("nan"), dtype=dtype, device=device)
-    return kv_cache_view(
+    numbers = num_parts * 2 * block_size * num_kv_heads * head_items(head_dim, dtype)
+    pages = torch.zeros((num_blocks, numbers), dtype=dtype, device=device)
+    cache = kv_cache_view(
         backend,
         pages,
         block_size=block_size,
@@ -136,6 +137,8 @@ def nan_cache(
         head_dim=head_dim,
         part=part,
     )
+    fill_with_nan(cache, torch.arange(num_blocks, device=device))
+    return cache
 
 
 def delta_shape(config: ModelConfig) -> GatedDeltaShape | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ FLOAT_TYPES = frozenset({"F32", "F16", "BF16", "F64"})
 OF_TRANSFORMERS = "run by the code of transformers, if that can"
 TEMPLATE_KEY = "tokenizer.chat_template"
 MAX_SETTINGS_BYTES = 1 << 24
-FORMAT = 1
+FORMAT = 2
 """Changes with what is kept."""
 _KEPT = UserCache("model-facts", most_entries=1000)
 
@@ -49,13 +50,18 @@ class ModelFacts:
     """True if most of them are in quantised blocks."""
     is_base: bool = False
     """True without a chat template."""
-    kv_layers: tuple[tuple[int, int], ...] = ()
-    """(numbers that a token keeps, tokens that are kept or 0 for all, per layer)."""
+    kv_layers: tuple[tuple[int, int, int], ...] = ()
+    """(heads that a token keeps, of keys and of values; their size; tokens that are kept or 0 for
+    all), per layer."""
     context: int = 0
 
-    def kv_numbers(self, context: int) -> int:
-        """Numbers of keys and values that a context of one request keeps."""
-        return sum(n * min(context, most or context) for n, most in self.kv_layers)
+    def kv_bytes(self, context: int, head_bytes: Callable[[int], int]) -> int:
+        """Bytes of keys and values that a context of one request keeps. head_bytes: of a head by
+        its size."""
+        return sum(
+            num_heads * head_bytes(head_dim) * min(context, most or context)
+            for num_heads, head_dim, most in self.kv_layers
+        )
 
 
 def model_facts(path: Path) -> ModelFacts:
@@ -78,7 +84,7 @@ def _unpacked(content: bytes | None) -> ModelFacts | None:
         return None
     try:
         kept = json.loads(content)
-        layers = tuple((int(n), int(most)) for n, most in kept.pop("kv_layers"))
+        layers = tuple((int(n), int(dim), int(most)) for n, dim, most in kept.pop("kv_layers"))
         return ModelFacts(**kept, kv_layers=layers)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None  # of another version
@@ -127,7 +133,7 @@ def _of_gguf(path: Path) -> ModelFacts:
 
 def _of_config(config: ModelConfig, **of_file: Any) -> ModelFacts:
     layers = tuple(
-        (spec.numbers, 0 if spec.window is None else most_keys(spec.window))
+        (2 * spec.num_kv_heads, spec.head_dim, 0 if spec.window is None else most_keys(spec.window))
         for spec in config.layer_caches
         if spec is not None
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from termgen.commands.shelf.model_facts import ModelFacts
 from termgen.config import EngineConfig
+from termgen.vocabulary.device.kv_cache_types import head_bytes
 from termgen.vocabulary.model_shelf import ModelChoice, Needs
 
 WORKING_SHARE = 0.1
@@ -55,19 +56,18 @@ class Machine:
         return Needs(
             weights_bytes=weights,
             held_as=held_as,
-            kv_bytes=int(facts.kv_numbers(context) * self._kv_bytes()),
+            kv_bytes=facts.kv_bytes(context, self._head_bytes),
             context=context,
             working_bytes=max(self.working_bytes, int(weights * WORKING_SHARE)),
             room_bytes=self.room_bytes,
             tokens_per_s=(self.bytes_per_s or 0.0) / step_bytes if is_known else None,
         )
 
-    def _kv_bytes(self) -> float:
-        """Bytes of a number in the cache."""
-        if self.config.kv_cache_dtype == "fp8":
-            return 1.0
+    def _head_bytes(self, head_dim: int) -> int:
+        """Bytes of a token's head in the cache."""
         is_wide = self.config.dtype == "float32"
-        return 4.0 if is_wide or (self.device == "cpu" and self.config.dtype == "auto") else 2.0
+        of_auto = 4 if is_wide or (self.device == "cpu" and self.config.dtype == "auto") else 2
+        return head_bytes(self.config.kv_cache_dtype, head_dim, of_auto)
 
 
 def mark_best(choices: Iterable[ModelChoice]) -> list[ModelChoice]:

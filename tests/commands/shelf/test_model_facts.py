@@ -54,7 +54,7 @@ def test_a_folder(tmp_path: Path) -> None:
     assert facts.num_parameters == layers + 2 * table
     assert facts.active_share == pytest.approx((layers + table) / (layers + 2 * table))
     assert facts.context == 512 and facts.quantization == "bfloat16" and not facts.problem
-    assert facts.kv_numbers(100) == 2 * 2 * 2 * 16 * 100, "layers, keys and values, heads, size"
+    assert facts.kv_bytes(100, lambda size: size + 2) == 2 * 2 * 2 * 18 * 100
     assert facts.is_base
     (tmp_path / "m" / "chat_template.jinja").write_text("x")
     put(tmp_path / "m", {**LLAMA, "vocab_size": 1001})
@@ -69,7 +69,7 @@ def test_experts_and_windows(tmp_path: Path) -> None:
     active = total - 2 * 6 * expert
     assert facts.active_share == pytest.approx(active / total)
     windows = model_facts(put(tmp_path / "windows", MISTRAL))
-    assert windows.kv_numbers(500) == windows.kv_numbers(128) < windows.kv_numbers(128) * 2
+    assert windows.kv_bytes(500, int) == windows.kv_bytes(128, int) < windows.kv_bytes(128, int) * 2
 
 
 def test_what_a_gguf_file_holds(tiny_llama_dir: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ FACTS = ModelFacts(
     active_share=0.75,
     four_bit_share=0.5,
     is_in_blocks=True,
-    kv_layers=((2048, 0),) * 10,
+    kv_layers=((16, 128, 0),) * 10,
     context=8192,
 )
 
@@ -49,11 +49,14 @@ def test_the_parts_add_up() -> None:
         ("cpu", {"quantization": "none"}, 32.0, 4),
         ("cuda:0", {}, 7.0, 2),
         ("cuda:0", {"kv_cache_dtype": "fp8"}, 7.0, 1),
+        ("cuda:0", {"kv_cache_dtype": "fp8_e4m3"}, 7.0, 1),
+        ("cuda:0", {"kv_cache_dtype": "int8"}, 7.0, 130 / 128),
+        ("cuda:0", {"kv_cache_dtype": "int4"}, 7.0, 68 / 128),
         ("cuda:0", {"quantization": "q4"}, 5.5, 2),
         ("cuda:0", {"quantization": "none"}, 16.0, 2),
     ],
 )
-def test_settings_count(device: str, config: dict[str, str], weights: float, kv: int) -> None:
+def test_settings_count(device: str, config: dict[str, str], weights: float, kv: float) -> None:
     needs = machine(device, **config).needs(FACTS, Path("m.gguf"), 5 * GB)
     assert needs.weights_bytes == int(weights * GB)
     assert needs.kv_bytes == 10 * 2048 * 8192 * kv

@@ -12,8 +12,10 @@ from typing import Protocol
 
 import torch
 
+from termgen.engine.device.kernels.kv_cache import head_items, stored_width
 from termgen.engine.device.recurrent.base import RecurrentStep
 from termgen.vocabulary.cache_groups import Window
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 SOFTCAP = "soft caps of scores"
 SINKS = "attention sinks"
@@ -87,6 +89,17 @@ class AttentionForm:
     sinks: torch.Tensor | None = None  # [num_heads] float32
     """One more score for each head's softmax, neither scaled nor capped, whose weight goes to no
     value."""
+    cache_scales: LayerScales | None = None
+    """What keys and values are multiplied by: they were divided by it when they were stored."""
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the products of queries with what the cache has for keys."""
+        return self.scale if self.cache_scales is None else self.scale * self.cache_scales.key
+
+    @property
+    def value_scale(self) -> float | None:
+        return None if self.cache_scales is None else self.cache_scales.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,8 @@ class AttentionCapabilities:
     min_compute_capability: tuple[int, int] | None = None
     kv_cache_dtypes: frozenset[torch.dtype] = frozenset()
     """Types of keys and values that it reads besides the one it computes in."""
+    int4_head_dims: frozenset[int] | None = None
+    """Those with a cache of int4; None: any even one."""
     shares_plans: bool = False
     """True if `prepare` looks at no block table, so that once is enough for all groups."""
     features: frozenset[str] = frozenset()
@@ -177,11 +192,14 @@ def kv_cache_view(
 ) -> torch.Tensor:
     """One layer's cache [num_blocks, block_size, 2 (k, v), num_kv_heads, head_dim], in the memory
     order that its backend reads best: the part of that number in each page. Block 0 is the null
-    block, a target for padding. pages: [num_blocks, numbers of a page]."""
-    shape = (len(pages), block_size, 2, num_kv_heads, head_dim)
+    block, a target for padding. pages: [num_blocks, numbers of a page]. The scales that some types
+    have lie behind the numbers of each part (`scales_of`)."""
+    width = stored_width(head_dim, pages.dtype)
+    shape = (len(pages), block_size, 2, num_kv_heads, width)
     order = backend.kv_cache_order
     assert order[0] == 0, order
-    size = 2 * block_size * num_kv_heads * head_dim
-    own = pages[:, part * size : (part + 1) * size]
+    heads = 2 * block_size * num_kv_heads
+    first = part * heads * head_items(head_dim, pages.dtype)
+    own = pages[:, first : first + heads * width]
     memory = own.view([shape[dim] for dim in order])
     return memory.permute([order.index(dim) for dim in range(len(order))])

@@ -15,6 +15,7 @@ from termgen.engine.device.attention.base import (
     kv_cache_view,
 )
 from termgen.engine.device.config.cache_spec import CacheSpec, LayerGroup
+from termgen.engine.device.kernels.kv_cache import head_items
 from termgen.vocabulary.cache_groups import Window
 
 
@@ -107,12 +108,13 @@ class GroupedAttention:
         for backend, group in self._prepared.values():
             backend.prepare(metadata[group])
 
-    def _page_numbers(self, block_size: int) -> int:
-        return block_size * max(group.spec.numbers for group in self.groups)
+    def _page_numbers(self, block_size: int, dtype: torch.dtype) -> int:
+        specs = [group.spec for group in self.groups]
+        return block_size * max(2 * s.num_kv_heads * head_items(s.head_dim, dtype) for s in specs)
 
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block of the pool."""
-        return self._page_numbers(block_size) * self.num_tensors * dtype.itemsize
+        return self._page_numbers(block_size, dtype) * self.num_tensors * dtype.itemsize
 
     def empty_caches(
         self,
@@ -120,10 +122,12 @@ class GroupedAttention:
         *,
         num_blocks: int,
         block_size: int,
+        dtype: torch.dtype,
     ) -> list[torch.Tensor]:
         """The caches of the layers that have their own, in their order, from tensors that `make`
-        returns. A block belongs to one group at a time, so groups share the tensors."""
-        shape = (num_blocks, self._page_numbers(block_size))
+        returns, of type `dtype`. A block belongs to one group at a time, so groups share the
+        tensors."""
+        shape = (num_blocks, self._page_numbers(block_size, dtype))
         pages = [make(shape) for _ in range(self.num_tensors)]
         views: dict[tuple[tuple[int, int], int], torch.Tensor] = {}
         caches = []

@@ -17,6 +17,7 @@ import torch
 from termgen.config import ATTENTION_BACKENDS
 from termgen.engine.device import native
 from termgen.engine.device.kernels import why_unusable
+from termgen.engine.device.kernels.kv_cache import INT4, SCALED, setting_of
 from termgen.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def make_backends(
         if shapes[0].device.type != "cpu" and not why_not(known, *unquantized):
             # Half the bytes are asked for to be faster: not for them at the price of the kernels.
             raise ConfigError(
-                f"kv_cache_dtype fp8: {reason}; use kv_cache_dtype auto, or attention_backend "
-                "torch_reference, which is slow",
+                f"kv_cache_dtype {setting_of(shapes[0].kv_cache_dtype)}: {reason}; use "
+                "kv_cache_dtype auto, or attention_backend torch_reference, which is slow",
                 param="kv_cache_dtype",
             )
         passed_over = passed_over or f"{known} attention cannot run: {reason}"
@@ -90,9 +91,14 @@ def _why_not(name: str, shape: AttentionShape) -> str:
         dtypes = {_dtype_name(dtype) for dtype in capabilities.dtypes}
         return f"it computes in {_words(dtypes)}, not {_dtype_name(shape.dtype)}"
     if shape.kv_cache_dtype not in capabilities.kv_cache_dtypes | {shape.dtype}:
-        return f"a KV cache of {_dtype_name(shape.kv_cache_dtype)} is not supported"
+        name_of = SCALED.get(shape.kv_cache_dtype, _dtype_name(shape.kv_cache_dtype))
+        return f"a KV cache of {name_of} is not supported"
     if capabilities.head_dims is not None and shape.head_dim not in capabilities.head_dims:
         return f"heads of size {shape.head_dim} are not supported"
+    if shape.kv_cache_dtype == INT4:
+        known = capabilities.int4_head_dims
+        if shape.head_dim % 2 or (known is not None and shape.head_dim not in known):
+            return f"heads of size {shape.head_dim} are not supported with a KV cache of int4"
     if missing := shape.needs - capabilities.features:
         return f"{' and '.join(sorted(missing))} are not supported"
     size = shape.block_size or capabilities.preferred_block_size

@@ -31,7 +31,7 @@ from termgen.engine.device.attention.base import (
     AttentionMetadata,
     AttentionShape,
 )
-from termgen.engine.device.kernels.kv_cache import FP8, read_slots
+from termgen.engine.device.kernels.kv_cache import FP8, INT4, INT8, SCALED, read_slots
 from termgen.vocabulary.cache_groups import Chunk, Window, most_keys
 
 _QUERY_TILE = 256
@@ -54,7 +54,7 @@ class TorchReferenceAttention:
         device_types=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         graph_modes=frozenset({"NONE", "PIECEWISE"}),
-        kv_cache_dtypes=frozenset({FP8}),
+        kv_cache_dtypes=frozenset({FP8, INT8, INT4}),
         features=frozenset({SOFTCAP, SINKS, CHUNKS, UNEQUAL_LAYERS}),
     )
 
@@ -92,6 +92,9 @@ class TorchReferenceAttention:
         form: AttentionForm,
     ) -> torch.Tensor:
         assert self._prepared is metadata, "prepare was not called for this step"
+        if kv_cache.dtype in SCALED and q.dtype != torch.float32:
+            # Integers times scales are no numbers of a half type.
+            return self._attend(q.float(), kv_cache, metadata, form).to(q.dtype)
         num_tokens = q.shape[0]
         if len(self._groups) == 1 and self._groups[0].is_whole(num_tokens):
             return self._groups[0].attend(q, kv_cache, form)
@@ -177,21 +180,20 @@ class _Group:
         if view is None:
             view = self._build_view(window, group_size, q.dtype)
             self._views[window, group_size] = view
-        keys_values = (
-            read_slots(kv_cache, view.key_slots)
-            .to(q.dtype)
-            .view(n, view.num_keys, 2, num_kv_heads, head_dim)
-        )
+        keys_values = read_slots(kv_cache, view.key_slots, q.dtype)
+        keys_values = keys_values.view(n, view.num_keys, 2, num_kv_heads, head_dim)
         # The heads that share a key head are laid beside the queries, so no key is repeated.
         folded = q.view(n, num_queries, num_kv_heads, group_size, head_dim).transpose(1, 2)
         folded = folded.reshape(n, num_kv_heads, num_queries * group_size, head_dim)
         keys, values = keys_values.permute(2, 0, 3, 1, 4)  # [n, num_kv_heads, num_keys, head_dim]
         if form.softcap is None and form.sinks is None:
             attended = F.scaled_dot_product_attention(
-                folded, keys, values, attn_mask=view.mask, scale=form.scale
+                folded, keys, values, attn_mask=view.mask, scale=form.score_scale
             )
         else:
             attended = _attend_step_by_step(folded, keys, values, view.mask, form)
+        if form.value_scale is not None:
+            attended = attended * form.value_scale
         attended = attended.view(n, num_kv_heads, num_queries, group_size, head_dim)
         return attended.transpose(1, 2).reshape(n * num_queries, num_heads, head_dim)
 
@@ -250,7 +252,7 @@ def _attend_step_by_step(
     for first in range(0, num_kv_heads, together):
         some = slice(first, first + together)
         scores = q[:, some].float() @ keys[:, some].float().transpose(2, 3)
-        scores *= form.scale
+        scores *= form.score_scale
         if form.softcap is not None:
             scores = scores.div_(form.softcap).tanh_().mul_(form.softcap)
         if mask is not None:

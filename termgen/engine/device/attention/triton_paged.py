@@ -25,7 +25,7 @@ from termgen.engine.device.kernels.attention import (
     paged_prefill,
     prefill_plan,
 )
-from termgen.engine.device.kernels.kv_cache import FP8
+from termgen.engine.device.kernels.kv_cache import FP8, INT4, INT8
 from termgen.engine.device.kernels.launch import shared_bytes
 
 MAX_HEAD_DIM = 512
@@ -43,7 +43,8 @@ class TritonPagedAttention:
         graph_modes=frozenset({"NONE", "PIECEWISE", "FULL"}),
         head_dims=frozenset(range(16, MAX_HEAD_DIM + 1, 8)),
         preferred_block_size=64,  # a tile of keys lies within a block
-        kv_cache_dtypes=frozenset({FP8}),
+        kv_cache_dtypes=frozenset({FP8, INT8, INT4}),
+        int4_head_dims=frozenset({32, 64, 128, 256, 512}),
         shares_plans=True,
         features=frozenset({SOFTCAP, SINKS, CHUNKS, UNEQUAL_LAYERS}),
     )
@@ -158,7 +159,8 @@ class TritonPagedAttention:
                 num_rows=self._decode_rows,
                 positions=metadata.positions if self._queries > 1 else None,
                 num_queries=self._queries,
-                scale=form.scale,
+                scale=form.score_scale,
+                value_scale=form.value_scale,
                 window=form.window,
                 softcap=form.softcap,
                 sinks=form.sinks,
@@ -172,7 +174,8 @@ class TritonPagedAttention:
                 self._prefill_plan,
                 config=self._config,
                 num_tiles=self._tiles,
-                scale=form.scale,
+                scale=form.score_scale,
+                value_scale=form.value_scale,
                 window=form.window,
                 softcap=form.softcap,
                 sinks=form.sinks,

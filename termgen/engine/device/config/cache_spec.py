@@ -9,7 +9,7 @@ hybrid KV cache manager does the same with blocks of more tokens for smaller lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from termgen.vocabulary.cache_groups import Window, blocks_of_context, most_keys
@@ -60,16 +60,20 @@ class LayerGroup:
 
 
 def group_layers(
-    specs: Sequence[CacheSpec | None], *, block_size: int, max_model_len: int
+    specs: Sequence[CacheSpec | None],
+    *,
+    block_size: int,
+    max_model_len: int,
+    head_size: Callable[[int], int] = lambda head_dim: head_dim,
 ) -> tuple[LayerGroup, ...]:
     """The groups of a model's layers: those that keep all tokens first. specs: of each layer, None
-    for one without keys and values."""
+    for one without keys and values. head_size: what a head takes of a page, in its numbers."""
     kinds: dict[CacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         if spec is not None:
             kinds.setdefault(spec.within(max_model_len), []).append(layer)
-    page = max(kind.numbers for kind in kinds)
-    parts = {kind: page // kind.numbers for kind in kinds}
+    sizes = {kind: kind.num_kv_heads * head_size(kind.head_dim) for kind in kinds}
+    parts = {kind: max(sizes.values()) // size for kind, size in sizes.items()}
     context = min(max_model_len, TYPICAL_CONTEXT)
 
     def cost(pages: int) -> float:

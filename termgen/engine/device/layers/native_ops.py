@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from termgen.engine.device.config.experts_config import GluClamp
+from termgen.engine.device.kernels.kv_cache import LayerScales
 from termgen.engine.device.layers.ops import ExpertMatrices, Rotation, TorchOps, route
 from termgen.engine.device.native.expert_kernels import ACTIVATIONS, Activation
 from termgen.engine.device.native.experts import ExpertWeights, run_natively
@@ -67,6 +68,7 @@ class NativeOps(TorchOps):
         norm_weight: torch.Tensor | None,
         eps: float,
         q: torch.Tensor | None = None,
+        cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:
         num_kv_heads, head_dim = kv_cache.shape[3:]
         num_qk = num_heads + num_kv_heads
@@ -92,6 +94,7 @@ class NativeOps(TorchOps):
                 norm_weight=norm_weight,
                 eps=eps,
                 q=q,
+                cache_scales=cache_scales,
             )
         num_rows = qkv.shape[0]
         out = torch.empty(num_rows, num_heads, head_dim) if q is None else q

@@ -20,7 +20,14 @@ import torch.nn.functional as F
 
 from termgen.engine.device.config.experts_config import GluClamp
 from termgen.engine.device.config.rope_config import RopeConfig
-from termgen.engine.device.kernels.kv_cache import movable, to_cache_dtype
+from termgen.engine.device.kernels.kv_cache import (
+    SCALED,
+    LayerScales,
+    heads_of,
+    kv_store_reference,
+    movable,
+    to_cache_dtype,
+)
 
 
 class Rotation(NamedTuple):
@@ -132,10 +139,11 @@ class LayerOps(Protocol):
         norm_weight: torch.Tensor | None,  # [heads of q and k, or of all three, head_dim]
         eps: float,
         q: torch.Tensor | None = None,  # [T, num_heads, head_dim], contiguous
+        cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         """Normalises (the heads that have a weight) and rotates q and k, writes k and v, and
         returns q, in the memory given for it if any is. Without v, the values are the keys as they
-        were given; without k and v, nothing is written."""
+        were given; without k and v, nothing is written. cache_scales: see `AttentionForm`."""
 
     def store(
         self,
@@ -270,8 +278,9 @@ class TorchOps:
         norm_weight: torch.Tensor | None,
         eps: float,
         q: torch.Tensor | None = None,
+        cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:
-        num_kv_heads, head_dim = kv_cache.shape[3:]
+        num_kv_heads, head_dim = heads_of(kv_cache)
         heads = qkv.view(-1, qkv.shape[1] // head_dim, head_dim)
         qk = heads[:, : num_heads + num_kv_heads]
         v = heads[:, num_heads:][:, -num_kv_heads:]  # the keys, where there are no others
@@ -282,7 +291,10 @@ class TorchOps:
                 v = _rms_norm(v, norm_weight[num_qk:], eps)
         qk = rotate(qk, rotation)
         if v.shape[1]:
-            self.store(qk[:, num_heads:], v, kv_cache, slot_mapping)
+            k = qk[:, num_heads:]
+            if cache_scales is not None:
+                k, v = k.float() * (1 / cache_scales.key), v.float() * (1 / cache_scales.value)
+            self.store(k, v, kv_cache, slot_mapping)
         return qk[:, :num_heads] if q is None else q.copy_(qk[:, :num_heads])
 
     def store(
@@ -293,15 +305,13 @@ class TorchOps:
         slot_mapping: torch.Tensor,
     ) -> None:
         cache = movable(kv_cache)
-        k, v = (movable(to_cache_dtype(heads, kv_cache.dtype)) for heads in (k, v))
-        if cache.is_contiguous():
+        if cache.is_contiguous() and cache.dtype not in SCALED:
+            k, v = (movable(to_cache_dtype(heads, kv_cache.dtype)) for heads in (k, v))
             slots = cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
             slots[:, 0].index_copy_(0, slot_mapping, k)
             slots[:, 1].index_copy_(0, slot_mapping, v)
-        else:  # another memory order, whose slots have no view
-            block, offset = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
-            cache[block, offset, 0] = k
-            cache[block, offset, 1] = v
+        else:  # with scales, or another memory order: slots have no view
+            kv_store_reference(k, v, kv_cache, slot_mapping)
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

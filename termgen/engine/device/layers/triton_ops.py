@@ -21,6 +21,7 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (
     choose,
 )
 from termgen.engine.device.kernels.gemm.small_gemm_table import MEASURED
+from termgen.engine.device.kernels.kv_cache import LayerScales
 from termgen.engine.device.kernels.moe.experts import Weights, experts
 from termgen.engine.device.kernels.moe.group_experts import GroupWeights
 from termgen.engine.device.kernels.rows.gated_activation import (
@@ -73,6 +74,7 @@ class TritonOps:
         norm_weight: torch.Tensor | None,
         eps: float,
         q: torch.Tensor | None = None,
+        cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:
         return qk_rope_kv(
             qkv,
@@ -84,6 +86,7 @@ class TritonOps:
             norm_weight=norm_weight,
             eps=eps,
             q=q,
+            cache_scales=cache_scales,
         )
 
 

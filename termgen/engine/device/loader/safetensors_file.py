@@ -25,6 +25,7 @@ from termgen.engine.device.config.stored_weights import (
     read_stored_weights,
 )
 from termgen.engine.device.layers.stored_rows import StoredRows
+from termgen.engine.device.loader.cache_scales import read_cache_scales
 from termgen.engine.device.loader.checkpoint import (
     MAX_INDEX_BYTES,
     PICKLE_SUFFIXES,
@@ -42,6 +43,7 @@ from termgen.engine.device.loader.quantized_tensors import (
 from termgen.engine.device.quantization.affine_blocks import GROUPS
 from termgen.engine.device.quantization.mxfp4 import BLOCK, KIND, dequantize, with_scales
 from termgen.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -182,6 +184,7 @@ class FolderCheckpoint(WeightFiles):
         stored = _stored_weights(raw)
         super().__init__(folder, quantized=stored is not None)
         self._quantized: dict[str, QuantizedTensor] = {}
+        self._unused: set[str] = set()
         names = list(self._where) if stored is None else self._find_quantized(folder, stored)
         # Beside a text model there may be others, whose tensors are left where they are.
         named = {name: self._own(name) for name in names}
@@ -232,6 +235,11 @@ class FolderCheckpoint(WeightFiles):
         parts = (self._where[stored + end].tensor(stored + end) for end in ends)
         yield from zip(*parts, strict=True)
 
+    def cache_scales(self) -> dict[int, LayerScales]:
+        """The scales for an fp8 KV cache by layer; empty: there are none."""
+        named = {ours: name for name in self._unused if (ours := self._own(name)) is not None}
+        return read_cache_scales(named, lambda ours: self._read(named[ours]))
+
     def _find_quantized(self, folder: Path, stored: StoredWeights) -> list[str]:
         """Names of all tensors, quantised matrices among them, in the order of the files."""
         tensors = {name: file.tensors[name] for name, file in self._where.items()}
@@ -239,7 +247,7 @@ class FolderCheckpoint(WeightFiles):
             found = QuantizedTensors(tensors, stored, self._read)
         except CorruptFileError as error:
             raise CorruptFileError(f"{folder}: {error}") from error
-        self._quantized = found.found
+        self._quantized, self._unused = found.found, found.unused
         of_member = {
             member: name for name, made in found.found.items() for member in made.members.values()
         }

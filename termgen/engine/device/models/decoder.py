@@ -9,8 +9,8 @@ holds `torch.inference_mode`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -28,6 +28,7 @@ from termgen.engine.device.models.mlp import GatedMLP, SparseMoe
 from termgen.engine.device.models.pieces import Carried
 from termgen.engine.device.recurrent.base import GatedDeltaNet
 from termgen.vocabulary.cache_groups import Window
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +136,7 @@ class DecoderLayer(nn.Module):
             norm_weight=self.qk_norm_weight(),
             eps=self._eps,
             q=q,
+            cache_scales=self.form.cache_scales,
         )
 
     def qk_norm_weight(self) -> torch.Tensor | None:
@@ -254,6 +256,12 @@ class CausalDecoder(nn.Module):
     @classmethod
     def make_final_norm(cls, config: ModelConfig, build: Build) -> RMSNorm:
         return cls.layer_class.make_norm(config, build)
+
+    def use_cache_scales(self, scales: Mapping[int, LayerScales]) -> None:
+        """scales: by layer, for an fp8 cache. Layers that read another one's cache take its own."""
+        for index, layer in enumerate(self.layers):
+            if (own := scales.get(self.config.kv_source(index))) is not None:
+                layer.form = replace(layer.form, cache_scales=own)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext

@@ -24,9 +24,11 @@ from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.drafting.base import Drafter
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.kernels.gemm.tuned_tables import TunedTables
+from termgen.engine.device.kernels.kv_cache import FP8
 from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
 from termgen.engine.device.loader import load_model_config, open_checkpoint
+from termgen.engine.device.loader.safetensors_file import FolderCheckpoint
 from termgen.engine.device.loader.transformers_weights import build_transformers_model
 from termgen.engine.device.loader.weights import load_dummy, load_weights
 from termgen.engine.device.models.decoder import CausalDecoder
@@ -350,6 +352,8 @@ def load_model(
             load_dummy(model, config.seed)
         else:
             load_weights(model, checkpoint, progress=on_progress)
+            if shape.kv_cache_dtype == FP8 and isinstance(checkpoint, FolderCheckpoint):
+                model.use_cache_scales(checkpoint.cache_scales())
     if cpu_experts is not None:
         cpu_experts.place(model, memory)
     model.finalize()

@@ -19,7 +19,7 @@ from termgen.engine.device.attention.registry import make_backends
 from termgen.engine.device.config.cache_spec import group_layers
 from termgen.engine.device.config.head_config import HeadConfig
 from termgen.engine.device.config.model_config import ModelConfig
-from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
+from termgen.engine.device.kernels.kv_cache import head_items, kv_cache_dtype
 from termgen.engine.device.runner import resolve
 from termgen.vocabulary.cache_groups import Chunk, Window
 
@@ -46,7 +46,12 @@ def make_attention(
     assert shape.block_size is not None
     of_head = () if head is None else head.layers.layer_caches
     caches = (*model.layer_caches, *of_head)
-    groups = group_layers(caches, block_size=shape.block_size, max_model_len=limits.max_model_len)
+    groups = group_layers(
+        caches,
+        block_size=shape.block_size,
+        max_model_len=limits.max_model_len,
+        head_size=lambda head_dim: head_items(head_dim, shape.kv_cache_dtype),
+    )
     return GroupedAttention.of_shapes(backends, shapes, groups), shape, passed_over
 
 

@@ -216,7 +216,10 @@ class ModelRunner:
         layers, where there are none yet. Zeroed: no NaN to read."""
         self.kv_caches = []  # drop the old one first
         self.kv_caches = self.attention.empty_caches(
-            self._zeros, num_blocks=num_blocks, block_size=self.block_size
+            self._zeros,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=self.kv_cache_dtype,
         )
         if self.recurrent is not None and not self.states:
             assert self.config.linear is not None

@@ -27,8 +27,10 @@ from termgen.engine.device.attention.registry import (
     make_backends,
     why_not,
 )
+from termgen.engine.device.kernels.kv_cache import INT4, INT8, SCALED
 from termgen.errors import ConfigError
 from termgen.vocabulary.cache_groups import Chunk, Window, window_name
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WINDOWS = (None, 1, 3, 5, 16, 17)
@@ -155,6 +157,8 @@ def test_a_backend_has_to_run_every_shape_of_a_model() -> None:
 
 
 FP8 = torch.float8_e4m3fn
+ERRORS = [(INT8, 0.002, 0.01), (INT4, 0.03, 0.15)]
+"""Relative error of attention to random numbers, at least and at most."""
 READS_FP8 = [name for name in BACKENDS if name not in (*EXTRAS, "native")]
 with_fp8 = pytest.mark.parametrize(
     "where", [*on(CPU, *READS_FP8), *on(CUDA, *READS_FP8)], indirect=True
@@ -187,6 +191,18 @@ def test_an_fp8_cache_with_soft_caps_and_sinks(where: Where) -> None:
 
 
 @with_fp8
+def test_an_fp8_cache_with_scales_of_the_layer(where: Where) -> None:
+    rows = [(15, 1), (300, 1), (0, 9), (3, 70)]
+    scales = LayerScales(0.375, 6.0)
+    for dtype in where.dtypes:
+        sizes = {"num_heads": 6, "block_size": 16, "dtype": dtype, "cache_scales": scales}
+        case = make_case(where, rows, kv_cache_dtype=FP8, **sizes)
+        case.check()
+        case.check(window=5)
+        make_case(where, rows, kv_cache_dtype=FP8, **sizes, **FORMS["both"]).check(window=16)
+
+
+@with_fp8
 def test_an_fp8_cache_is_near_an_exact_one(where: Where) -> None:
     """The mantissa has three bits: an error of at most 1/16 in each number, 3% or so in the
     mean."""
@@ -195,6 +211,72 @@ def test_an_fp8_cache_is_near_an_exact_one(where: Where) -> None:
     rounded = make_case(where, rows, kv_cache_dtype=FP8).run()
     error = (rounded - exact).norm() / exact.norm()
     assert 0.01 < error < 0.05
+
+
+def no_reason(device: torch.device, *, dtype: torch.dtype | None = None) -> str:
+    return ""
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@with_fp8
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_cache_with_scales(
+    dtype: torch.dtype,
+    head_dim: int,
+    where: Where,
+    kind: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert kind in where.backend.capabilities.kv_cache_dtypes
+    if dtype not in where.dtypes:
+        pytest.skip(f"{where.backend.name} is not asked for {dtype} on {where.device}")
+    if kind == INT4 and head_dim == 80 and where.backend.name == "triton":
+        shape = replace(AttentionCase([(0, 1)], head_dim=80).shape, kv_cache_dtype=INT4)
+        monkeypatch.setattr("termgen.engine.device.attention.registry.why_unusable", no_reason)
+        fault = "heads of size 80 are not supported with a KV cache of int4"
+        assert why_not("triton", replace(shape, device=CUDA)) == fault
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype int4: {fault}; use .* auto"):
+            make_backends(None, [replace(shape, device=CUDA)])
+        return
+    rows = [(15, 1), (16, 1), (17, 1), (300, 1), (0, 9), (16, 5), (3, 70)]
+    for block_size in (16, 64):
+        sizes = {"num_heads": 6, "head_dim": head_dim, "block_size": block_size}
+        case = make_case(where, rows, dtype=dtype, kv_cache_dtype=kind, **sizes)
+        assert case.cache.dtype == kind
+        case.check()
+        case.check(window=5)
+        part = {"num_parts": 2, "part": 1}  # of a page
+        make_case(where, rows, dtype=dtype, kv_cache_dtype=kind, **sizes, **part).check()
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@with_fp8
+def test_a_cache_with_scales_with_soft_caps_and_sinks(where: Where, kind: torch.dtype) -> None:
+    rows = [(15, 1), (300, 1), (0, 9), (3, 70)]
+    for dtype in where.dtypes:
+        sizes = {"num_heads": 6, "block_size": 16, "scale": 1.0, "dtype": dtype}
+        case = make_case(where, rows, kv_cache_dtype=kind, **sizes, **FORMS["both"])
+        case.check()
+        case.check(window=16)
+        chunk = Chunk(40)
+        sizes |= {"scale": None, "windows": (chunk,)}
+        case = make_case(where, rows, kv_cache_dtype=kind, **sizes)
+        case.check(window=chunk)
+        before = case.run(window=chunk)
+        case.give_up_unseen(chunk)
+        assert torch.equal(case.run(window=chunk), before), "blocks before it are not read"
+
+
+@pytest.mark.parametrize(("kind", "least", "most"), ERRORS)
+@with_fp8
+def test_a_cache_with_scales_is_near_an_exact_one(
+    where: Where, kind: torch.dtype, least: float, most: float
+) -> None:
+    rows = [(15, 1), (300, 1), (0, 9), (3, 70)]
+    exact = make_case(where, rows).run()
+    rounded = make_case(where, rows, kv_cache_dtype=kind).run()
+    assert least < (rounded - exact).norm() / exact.norm() < most
 
 
 WITH_ALL = [name for name in BACKENDS if name not in EXTRAS]

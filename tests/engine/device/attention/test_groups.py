@@ -38,7 +38,7 @@ def test_a_number_of_one_layer_is_in_no_other_of_its_group(backend: type) -> Non
         made.append(torch.zeros(shape))
         return made[-1]
 
-    caches = attention.empty_caches(make, num_blocks=5, block_size=BLOCK_SIZE)
+    caches = attention.empty_caches(make, num_blocks=5, block_size=BLOCK_SIZE, dtype=torch.float32)
     num_bytes = sum(tensor[0].nbytes for tensor in made)
     assert attention.bytes_per_block(BLOCK_SIZE, torch.float32) == num_bytes
     assert len(made) == attention.num_tensors == 2

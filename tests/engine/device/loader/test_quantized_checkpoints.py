@@ -26,12 +26,17 @@ from quantized_weights import (
 )
 from safetensors.torch import load_file, save_file
 
+from termgen.config import EngineConfig
 from termgen.engine.device.config.stored_weights import StoredWeights
 from termgen.engine.device.loader import open_checkpoint, quantized_tensors
 from termgen.engine.device.loader.quantized_tensors import QuantizedTensors, StoredTensor
 from termgen.engine.device.quantization.int8 import Int8Linear, Q4Linear
 from termgen.engine.device.quantization.stored_matrices import unpack
+from termgen.engine.loop.engine import SyncEngine
 from termgen.errors import CorruptFileError, ModelError, UnsupportedModelError
+from termgen.vocabulary.device.kv_cache_types import LayerScales
+from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.sampling_params import SamplingParams
 
 TinyModelDir = Callable[..., Path]
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -228,6 +233,92 @@ def test_scales_of_activations_and_caches_are_left_in_the_files(
         ),
     )
     assert sorted(open_checkpoint(folder).names()) == sorted(open_checkpoint(twin).names())
+
+
+NAMES = [
+    ("k_scale", "v_scale"),
+    ("attn.k_scale", "attn.v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("kv_scale",),
+]
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_scales_of_an_fp8_cache(
+    names: tuple[str, ...], quantized: Callable[..., tuple[Path, Path]]
+) -> None:
+    folder, _ = quantized("fp8 whole")
+    layer = "model.layers.1.self_attn."
+
+    def put(*scales: torch.Tensor) -> dict[int, LayerScales]:
+        named = zip((layer + name for name in names), scales, strict=False)
+        changed(folder, lambda w: w.update(named))
+        return open_checkpoint(folder).cache_scales()
+
+    assert open_checkpoint(folder).cache_scales() == {}
+    found = put(torch.tensor(0.5), torch.tensor([2.0], dtype=torch.bfloat16))
+    assert found == {1: LayerScales(0.5, 2.0 if len(names) == 2 else 0.5)}
+    assert put(torch.tensor(1.0), torch.tensor(1.0)) == {}, "nothing to do"
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(
+            CorruptFileError, match=f"tensor {layer}{names[0]} is .*above 0"
+        ) as error:
+            put(torch.tensor(bad))
+        assert "\n" not in str(error.value)
+    with pytest.raises(CorruptFileError, match=f"tensor {layer}{names[0]} has shape .2.,"):
+        put(torch.ones(2))
+
+
+def test_two_scales_that_differ_are_refused(quantized: Callable[..., tuple[Path, Path]]) -> None:
+    folder, _ = quantized("fp8 whole")
+    layer = "model.layers.0.self_attn"
+    scales = {f"{layer}.kv_scale": torch.tensor(2.0), f"{layer}.v_scale": torch.tensor(3.0)}
+    changed(folder, lambda w: w.update(scales))
+    with pytest.raises(CorruptFileError, match=r"v_scale is 3, but .*kv_scale is 2"):
+        open_checkpoint(folder).cache_scales()
+
+
+def test_scales_of_a_cache_count_for_an_fp8_cache_alone(
+    quantized: Callable[..., tuple[Path, Path]],
+) -> None:
+    """Powers of two change no bit of an fp8 number, but of those next to zero."""
+    folder, _ = quantized("fp8 whole")
+
+    def answers(kind: str, key: float, value: float) -> list[float]:
+        layers = [f"model.layers.{i}.self_attn" for i in range(2)]
+        scales = {f"{layer}.k_scale": torch.tensor(key) for layer in layers}
+        scales |= {f"{layer}.v_scale": torch.tensor(value) for layer in layers}
+        changed(folder, lambda w: w.update(scales))
+        config = EngineConfig(
+            model=str(folder),
+            device="cpu",
+            dtype="float32",
+            quantization="none",
+            kv_cache_dtype=kind,
+            kv_cache_gib=0.004,
+            skip_tokenizer_init=True,
+        )
+        engine = SyncEngine(config)
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+        engine.add(
+            GenerationRequest(request_id="", prompt_token_ids=tuple(range(5, 40)), params=params)
+        )
+        found = []
+        while engine.has_unfinished:
+            for delta in engine.step():
+                assert delta.error is None, delta.error
+                found += [entry.logprob for entry in delta.logprobs or ()]
+        assert len(found) == 12
+        return found
+
+    plain = answers("fp8", 2**-3, 2**-3)
+    exact = answers("auto", 1.0, 1.0)
+    assert answers("fp8", 2**-4, 2**-2) == pytest.approx(plain, abs=2e-3) != exact
+    for key, value in ((1.3 * 2**-3, 2**-3), (2**-3, 1.3 * 2**-3)):
+        other = answers("fp8", key, value)
+        assert other != plain and other[:1] == pytest.approx(exact[:1], abs=0.4)
+    assert answers("int8", 1.3, 0.7) == answers("int8", 1.0, 1.0)
+    assert answers("auto", 1.3, 0.7) == exact
 
 
 @pytest.mark.parametrize("scales", [(3,), (3, 1, 1), (3, 20, 1), (3, 2, 3)])

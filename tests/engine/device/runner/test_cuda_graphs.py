@@ -149,16 +149,17 @@ def test_whole_steps_and_pieces_agree_to_the_bit_at_one_padded_shape(
     assert outputs[0] == outputs[1]
 
 
-def test_recorded_steps_over_an_fp8_cache(tiny_model_dir: ModelDir) -> None:
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_recorded_steps_over_a_cache_below_16_bits(tiny_model_dir: ModelDir, kind: str) -> None:
     seed = 8
     print(f"seed {seed}")
     folder = tiny_model_dir("llama")
-    eager, _ = mixed_load(make_engine(folder, kv_cache_dtype="fp8", enforce_eager=True), seed)
-    recorded, steps = mixed_load(make_engine(folder, kv_cache_dtype="fp8"), seed)
+    eager, _ = mixed_load(make_engine(folder, kv_cache_dtype=kind, enforce_eager=True), seed)
+    recorded, steps = mixed_load(make_engine(folder, kv_cache_dtype=kind), seed)
     assert recorded == eager
     assert any(s.graph_mode == "FULL" and s.num_prefill_tokens for s in steps)
     exact, _ = mixed_load(make_engine(folder), seed)
-    assert recorded != exact, "fp8 should show somewhere"
+    assert recorded != exact, "it should show somewhere"
 
 
 def test_every_decode_batch_is_replayed(tiny_model_dir: ModelDir) -> None:

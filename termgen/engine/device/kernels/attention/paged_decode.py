@@ -24,8 +24,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.attention.decode_plan import DecodeWorkspace
+from termgen.engine.device.kernels.attention.scaled_attention import attend_scaled
 from termgen.engine.device.kernels.attention.window import first_key, window_constant
-from termgen.engine.device.kernels.kv_cache import cache_constants
+from termgen.engine.device.kernels.kv_cache import cache_constants, scales_at
 from termgen.engine.device.kernels.launch import ask_l2, dot_precision, next_power_of_2, pdl_options
 from termgen.vocabulary.cache_groups import Window
 
@@ -172,6 +173,50 @@ def attend_run(
 
 
 @triton.jit
+def _attend(
+    q,
+    head_ptr,
+    cache_ptr,
+    kv_head,
+    table,
+    begin,
+    run,
+    seq_len,
+    last_keys,
+    scale,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_WITHIN_BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """`attend_run`, or `attend_scaled` for a cache with scales."""
+    if SCALES > 0:
+        acc, top, total = attend_scaled(
+            q, cache_ptr, kv_head, table, begin, run, seq_len - 1, last_keys, scale,
+            BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
+            QUERIES > 1, WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP, SCALES,
+        )  # fmt: skip
+    else:
+        acc, top, total = attend_run(
+            q, head_ptr, table, begin, run, seq_len, last_keys, scale,
+            BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUERIES,
+            WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP,
+        )  # fmt: skip
+    return acc, top, total
+
+
+@triton.jit
 def finite_top(top):
     """What weights are relative to: 0 for a query that has seen no key of a program's run."""
     return tl.where(top == float("-inf"), 0.0, top)
@@ -186,6 +231,15 @@ def offsets_of(rows, stride, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DI
     else:
         offsets = rows // GROUP * stride + rows % GROUP * HEAD_DIM
     return offsets
+
+
+@triton.jit
+def divided(acc, total, value_scale):
+    """The result of sums. value_scale: of values in the cache; None: 1."""
+    result = acc / total[:, None]
+    if value_scale is not None:
+        result = result * value_scale
+    return result
 
 
 @triton.jit
@@ -204,6 +258,7 @@ def combine_pieces(
     softmax_ptr,
     out_ptr,
     sinks_ptr,
+    value_scale,
     first_program,
     last_program,
     out_stride,
@@ -250,7 +305,7 @@ def combine_pieces(
     inside = (heads < GROUP * QUERIES)[:, None] & (dims < HEAD_DIM)[None, :]
     at_head = offsets_of(heads, out_stride, GROUP, QUERIES, HEAD_DIM)
     to = out_ptr + at_head[:, None] + dims[None, :]
-    tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(to, divided(acc, total, value_scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -289,6 +344,7 @@ def _paged_decode_kernel(
     arrivals_ptr,
     sinks_ptr,
     scale,
+    value_scale,
     num_rows,
     q_stride,
     table_stride,
@@ -317,6 +373,8 @@ def _paged_decode_kernel(
     USE_PDL: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    SCALES: tl.constexpr,
+    STORED_DIM: tl.constexpr,
 ):
     if USE_PDL:
         gdc_launch_dependents()
@@ -354,7 +412,7 @@ def _paged_decode_kernel(
                 tl.minimum(first * TILE + keys_ahead, seq_len),
                 BLOCK_STRIDE,
                 BLOCK_SIZE,
-                HEAD_DIM,
+                STORED_DIM,
                 THREADS,
             )
         gdc_wait()
@@ -370,24 +428,26 @@ def _paged_decode_kernel(
             q_at = q_ptr + row.to(tl.int64) * QUERIES * q_stride + kv_head * (GROUP * HEAD_DIM)
             q = tl.load(q_at + q_offsets, mask=head_mask, other=0.0)
             q = to_product_type(q, CACHE_BITS)
-            acc, top, total = attend_run(
+            acc, top, total = _attend(
                 q,
                 cache_ptr + kv_head * HEAD_STRIDE,
+                cache_ptr,
+                kv_head,
                 block_table_ptr + row.to(tl.int64) * table_stride,
                 (first_tile + tile) * TILE,
                 run,
                 seq_len,
                 last_keys,
                 scale,
-                BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, BLOCK_SIZE, HEAD_DIM, BLOCK_D, QUERIES,
-                WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP,
+                BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
+                QUERIES, WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP, SCALES,
             )  # fmt: skip
 
             out_at = out_ptr + row.to(tl.int64) * QUERIES * ROW_SIZE + kv_head * (GROUP * HEAD_DIM)
             if run == all_tiles:
                 if HAS_SINKS:
                     total += weigh_sinks(sinks_ptr + kv_head * GROUP, heads, GROUP, QUERIES, top)
-                result = (acc / total[:, None]).to(out_dtype)
+                result = divided(acc, total, value_scale).to(out_dtype)
                 tl.store(out_at + out_offsets, result, mask=head_mask)
             else:
                 # A run's first piece began in an earlier program (slot 0) or is its last (slot 1).
@@ -411,6 +471,7 @@ def _paged_decode_kernel(
                         softmax_ptr,
                         out_at,
                         sinks_ptr + kv_head * GROUP if HAS_SINKS else None,
+                        value_scale,
                         first_program,
                         last_program,
                         ROW_SIZE,
@@ -451,6 +512,7 @@ def paged_decode(
     positions: torch.Tensor | None = None,  # [B * Q] int64
     num_queries: int = 1,
     scale: float,
+    value_scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads] float32
@@ -493,6 +555,7 @@ def paged_decode(
             workspace.arrivals,
             sinks,
             factor,
+            value_scale,
             num_rows,
             q.stride(0),
             block_table.stride(0),
@@ -514,6 +577,8 @@ def paged_decode(
             THREADS=32 * config.num_warps,
             SOFTCAP=cap,
             HAS_SINKS=sinks is not None,
+            SCALES=scales_at(cache),
+            STORED_DIM=cache.shape[4],
             num_warps=config.num_warps,
             **pdl_options(q.device, enabled=pdl),
         )
@@ -525,5 +590,5 @@ def _prefetch_tiles(cache: torch.Tensor, tile: int) -> int:
     that is one request a block."""
     block_size, head_dim = cache.shape[1], cache.shape[4]
     in_one_piece = cache.stride()[1:3] == (head_dim, block_size * head_dim)
-    aligned = head_dim * cache.element_size() % 16 == 0
+    aligned = all(n * cache.element_size() % 16 == 0 for n in (head_dim, cache.stride(0)))
     return _PREFETCH_TILES if in_one_piece and aligned else 0

@@ -18,14 +18,20 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from termgen.engine.device.kernels.attention.paged_decode import cap_scale, capped, to_product_type
+from termgen.engine.device.kernels.attention.paged_decode import (
+    cap_scale,
+    capped,
+    divided,
+    to_product_type,
+)
 from termgen.engine.device.kernels.attention.prefill_plan import PLAN_FIELDS, PrefillConfig
+from termgen.engine.device.kernels.attention.scaled_attention import attend_scaled
 from termgen.engine.device.kernels.attention.window import (
     first_key,
     first_masked,
     window_constant,
 )
-from termgen.engine.device.kernels.kv_cache import cache_constants
+from termgen.engine.device.kernels.kv_cache import cache_constants, scales_at
 from termgen.engine.device.kernels.launch import dot_precision, has_tma, next_power_of_2
 from termgen.vocabulary.cache_groups import Window
 
@@ -147,6 +153,7 @@ def _paged_prefill_kernel(
     plan_ptr,
     sinks_ptr,
     scale,
+    value_scale,
     num_tiles,
     q_stride,
     table_stride,
@@ -170,6 +177,7 @@ def _paged_prefill_kernel(
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     entry = plan_ptr + (num_tiles - 1 - tl.program_id(0)) * PLAN_FIELDS
     kv_head = tl.program_id(1)
@@ -211,33 +219,47 @@ def _paged_prefill_kernel(
     last_tile = (end + TILE - 1) // TILE
     last_key = tl.maximum(end - 1, 0)
 
-    # Block ids are fetched one tile ahead of the keys that they lead to, or they would halve the
-    # depth of the pipeline.
-    block = _load_blocks(table, first_tile * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
-    for step in tl.range(first_tile, num_full, num_stages=NUM_STAGES):
-        block_here = block
-        block = _load_blocks(table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
-        acc, top, total = _attend_tile(
-            q, acc, top, total, cache, block_here, step * TILE, first_seen, last_key, positions,
-            kv_head, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, False,
-            PRECISION, SOFTCAP,
+    if SCALES > 0:
+        acc, top, total = attend_scaled(
+            q, cache, kv_head, table, first_tile * TILE, last_tile - first_tile, last_key,
+            positions, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
+            HEAD_DIM, BLOCK_D, True, WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP,
+            SCALES,
         )  # fmt: skip
-    for step in tl.range(num_full, last_tile, num_stages=NUM_STAGES):
-        block_here = block
-        block = _load_blocks(table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
-        acc, top, total = _attend_tile(
-            q, acc, top, total, cache, block_here, step * TILE, first_seen, last_key, positions,
-            kv_head, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, True,
-            PRECISION, SOFTCAP,
-        )  # fmt: skip
+        scale = 1.0  # scores are scaled already
+    else:
+        # Block ids are fetched one tile ahead of the keys that they lead to, or they would halve
+        # the depth of the pipeline.
+        block = _load_blocks(table, first_tile * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK)
+        for step in tl.range(first_tile, num_full, num_stages=NUM_STAGES):
+            block_here = block
+            block = _load_blocks(
+                table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK
+            )
+            acc, top, total = _attend_tile(
+                q, acc, top, total, cache, block_here, step * TILE, first_seen, last_key, positions,
+                kv_head, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, False,
+                PRECISION, SOFTCAP,
+            )  # fmt: skip
+        for step in tl.range(num_full, last_tile, num_stages=NUM_STAGES):
+            block_here = block
+            block = _load_blocks(
+                table, (step + 1) * TILE, last_key, BLOCK_SIZE, TILE, IS_WITHIN_BLOCK
+            )
+            acc, top, total = _attend_tile(
+                q, acc, top, total, cache, block_here, step * TILE, first_seen, last_key, positions,
+                kv_head, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_D, WINDOW, TILE, IS_WITHIN_BLOCK, USE_TMA, True,
+                PRECISION, SOFTCAP,
+            )  # fmt: skip
     if HAS_SINKS:
         if SOFTCAP > 0:
             scale = 1.0
         sinks = tl.load(sinks_ptr + heads) * _LOG2_E
         total += tl.where(total > 0.0, tl.exp2(sinks - top * scale), 0.0)
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a padded row has seen nothing
+    # A padded row has seen nothing.
+    result = divided(acc, tl.where(total > 0.0, total, 1.0), value_scale)
     to = out_ptr + (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(to, result.to(out_ptr.dtype.element_ty), mask=live)
 
@@ -251,6 +273,7 @@ def paged_prefill(
     config: PrefillConfig,
     num_tiles: int,
     scale: float,
+    value_scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads] float32
@@ -268,6 +291,7 @@ def paged_prefill(
         return out
     if config.specialised:
         assert softcap is None, "TritonPagedAttention plans other tiles for it"
+        assert value_scale is None, "which an fp8 cache has"
         from termgen.engine.device.kernels.attention.paged_prefill_hopper import (
             paged_prefill_hopper,
         )
@@ -295,6 +319,7 @@ def paged_prefill(
         plan,
         sinks,
         factor,
+        value_scale,
         num_tiles,
         q.stride(0),
         block_table.stride(0),
@@ -312,6 +337,7 @@ def paged_prefill(
         PRECISION=dot_precision(q.dtype),
         SOFTCAP=cap,
         HAS_SINKS=sinks is not None,
+        SCALES=scales_at(cache),
         num_warps=config.num_warps,
     )
     return out
@@ -325,6 +351,7 @@ def can_use_tma(cache: torch.Tensor, tile: int) -> bool:
     order = (num_kv_heads * 2 * block_size, 1, block_size, 2 * block_size)
     return (
         has_tma(cache.device)
+        and not scales_at(cache)
         and cache.element_size() <= 2
         and block_size % tile == 0
         and row % 16 == 0

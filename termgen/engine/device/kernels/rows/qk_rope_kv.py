@@ -19,8 +19,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from termgen.engine.device.kernels.kv_cache import cache_constants, kv_store_reference
+from termgen.engine.device.kernels.kv_cache import (
+    INT4,
+    cache_constants,
+    heads_of,
+    kv_store_reference,
+    scales_at,
+)
 from termgen.engine.device.kernels.launch import next_power_of_2, pdl_options
+from termgen.engine.device.kernels.rows.store_heads import (
+    in_cache_units,
+    scale_pointer,
+    store_head,
+    store_parts,
+)
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 _HEADS = 4
 _MANY_TOKENS, _HEADS_OF_MANY = 1024, 16
@@ -37,14 +50,6 @@ def _normed(x, scale, weight, ROUND_TWICE: tl.constexpr):
 
 
 @triton.jit
-def to_cache(x, dtype: tl.constexpr):
-    """x in the cache's type; eight bits hold no more than 448, and no infinity."""
-    if dtype.primitive_bitwidth == 8:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, tl.PropagateNan.ALL)
-    return x.to(dtype)
-
-
-@triton.jit
 def _qk_rope_kv_kernel(
     qkv_ptr,
     q_ptr,
@@ -57,6 +62,8 @@ def _qk_rope_kv_kernel(
     q_stride,
     rotation_stride,
     eps,
+    key_factor,
+    value_factor,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     V_OFFSET: tl.constexpr,
@@ -71,6 +78,7 @@ def _qk_rope_kv_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    SCALES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -144,13 +152,29 @@ def _qk_rope_kv_kernel(
     kv_head = heads - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
     to = to + kv_head * HEAD_STRIDE + tl.where(is_value, V_OFFSET, 0)
-    kv_dtype: tl.constexpr = cache_ptr.dtype.element_ty
-    tl.store(to + halves, to_cache(first, kv_dtype), mask=half_mask & ~is_query)
-    tl.store(to + HALF + halves, to_cache(second, kv_dtype), mask=half_mask & ~is_query)
+    kv_offset = tl.where(is_value, V_OFFSET, 0)
+    at_scale = scale_pointer(
+        cache_ptr, slot, kv_head, kv_offset, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, BLOCK_SIZE,
+        HEAD_DIM, SCALES,
+    )  # fmt: skip
     if HAS_REST:
         q_rest = q_ptr + token * q_stride + heads * HEAD_DIM + rests
         tl.store(q_rest, rest, mask=rest_mask & is_query)
-        tl.store(to + rests, to_cache(rest, kv_dtype), mask=rest_mask & ~is_query)
+    else:
+        rest, rests, rest_mask = first, halves, half_mask
+    first = in_cache_units(first, is_value, key_factor, value_factor)
+    second = in_cache_units(second, is_value, key_factor, value_factor)
+    rest = in_cache_units(rest, is_value, key_factor, value_factor)
+    is_stored = is_head & ~is_query
+    store_parts(
+        to, at_scale, first, second, rest, halves, rests, is_stored, half_mask & is_stored,
+        rest_mask & is_stored, HALF, HAS_REST, SCALES,
+    )  # fmt: skip
+
+
+def factors_of(scales: LayerScales | None) -> tuple[float | None, float | None]:
+    """What kernels multiply keys and values by."""
+    return (None, None) if scales is None else (1 / scales.key, 1 / scales.value)
 
 
 def qk_rope_kv(
@@ -164,6 +188,7 @@ def qk_rope_kv(
     norm_weight: torch.Tensor | None = None,  # [q and k, or all heads, head_dim]
     eps: float = 0.0,
     q: torch.Tensor | None = None,
+    cache_scales: LayerScales | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:  # [T, num_heads, head_dim]
     """Writes k and v at their slots, if there are any, and returns q; a part of `qkv` may be given
@@ -173,7 +198,7 @@ def qk_rope_kv(
     what writes them and this must lie a launch without early start, as a step's embedding is.
     """
     num_tokens = qkv.shape[0]
-    num_kv_heads, head_dim = cache.shape[3:]
+    num_kv_heads, head_dim = heads_of(cache)
     rotary_dim = cos.shape[-1]
     constants = cache_constants(cache)
     given = qkv.shape[1] // head_dim
@@ -191,6 +216,20 @@ def qk_rope_kv(
     if not num_tokens:
         return q
     rest = head_dim - rotary_dim
+    if rest and num_kv_heads and cache.dtype == INT4:
+        # A byte has a number of each half of a head, which are not those that rotate.
+        scratch = qkv.new_empty(num_tokens, 1, 2, num_kv_heads, head_dim)
+        every = torch.arange(num_tokens, device=qkv.device)
+        qk_rope_kv(
+            *(qkv, scratch, cos, sin, every),
+            num_heads=num_heads,
+            norm_weight=norm_weight,
+            eps=eps,
+            q=q,
+            pdl=False,
+        )
+        store_kv(scratch[:, 0, 0], scratch[:, 0, 1], cache, slot_mapping)
+        return q
     is_many = num_tokens >= _MANY_TOKENS
     heads = _HEADS_OF_MANY if is_many else _HEADS
     _qk_rope_kv_kernel[(num_tokens, triton.cdiv(total_heads, heads))](
@@ -205,6 +244,7 @@ def qk_rope_kv(
         q.stride(0),
         cos.stride(0),
         eps,
+        *factors_of(cache_scales),
         **constants,
         NUM_HEADS=num_heads,
         ROTARY_DIM=rotary_dim,
@@ -213,6 +253,7 @@ def qk_rope_kv(
         BLOCK_H=heads,
         BLOCK_HALF=next_power_of_2(rotary_dim // 2),
         BLOCK_REST=next_power_of_2(rest),
+        SCALES=scales_at(cache),
         num_warps=4 if is_many else 2,
         **pdl_options(qkv.device, enabled=pdl),
     )
@@ -229,8 +270,9 @@ def qk_rope_kv_reference(
     num_heads: int,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    cache_scales: LayerScales | None = None,
 ) -> torch.Tensor:
-    num_kv_heads, head_dim = cache.shape[3:]
+    num_kv_heads, head_dim = heads_of(cache)
     rotary_dim = cos.shape[-1]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     if heads.shape[1] == num_heads + num_kv_heads:  # v is k
@@ -247,7 +289,7 @@ def qk_rope_kv_reference(
     turned = (turned * cos + swapped * sin).to(qkv.dtype)
     qk = torch.cat((turned, qk[..., rotary_dim:]), -1)
     if v.shape[1]:
-        kv_store_reference(qk[:, num_heads:], v, cache, slot_mapping)
+        kv_store_reference(qk[:, num_heads:], v, cache, slot_mapping, cache_scales)
     return qk[:, :num_heads].contiguous()
 
 
@@ -268,6 +310,7 @@ def _store_kv_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -277,10 +320,20 @@ def _store_kv_kernel(
     v = tl.load(v_ptr + token * v_token_stride + heads * HEAD_DIM + dims, mask=inside)
     slot = tl.load(slot_mapping_ptr + token)
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
-    to = to + heads * HEAD_STRIDE + dims
-    kv_dtype = cache_ptr.dtype.element_ty
-    tl.store(to, to_cache(k, kv_dtype), mask=inside)
-    tl.store(to + V_OFFSET, to_cache(v, kv_dtype), mask=inside)
+    to = to + heads * HEAD_STRIDE
+    at_scale = scale_pointer(
+        cache_ptr, slot, heads, 0, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM,
+        SCALES,
+    )  # fmt: skip
+    if SCALES > 0:
+        k, v = tl.where(inside, k, 0.0), tl.where(inside, v, 0.0)
+    is_head = heads < NUM_KV_HEADS
+    store_head(to, at_scale, k, dims, is_head, inside, SCALES, HEAD_DIM)
+    at_scale = scale_pointer(
+        cache_ptr, slot, heads, V_OFFSET, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, BLOCK_SIZE,
+        HEAD_DIM, SCALES,
+    )  # fmt: skip
+    store_head(to + V_OFFSET, at_scale, v, dims, is_head, inside, SCALES, HEAD_DIM)
 
 
 def store_kv(
@@ -293,7 +346,7 @@ def store_kv(
     `kv_cache.kv_store_reference` is the reference."""
     num_tokens, num_kv_heads, head_dim = k.shape
     assert k.shape == v.shape and k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
-    assert kv_cache.shape[3:] == k.shape[1:], (kv_cache.shape, k.shape)
+    assert heads_of(kv_cache) == k.shape[1:], (kv_cache.shape, k.shape)
     if not num_tokens:
         return
     _store_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, _HEADS))](
@@ -306,6 +359,7 @@ def store_kv(
         **cache_constants(kv_cache),
         BLOCK_H=_HEADS,
         BLOCK_D=next_power_of_2(head_dim),
+        SCALES=scales_at(kv_cache),
         num_warps=2,
     )
 

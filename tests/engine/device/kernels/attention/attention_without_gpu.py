@@ -27,6 +27,7 @@ from termgen.engine.device.attention.base import (
 from termgen.engine.device.attention.triton_paged import TritonPagedAttention
 from termgen.engine.device.kernels.attention import paged_decode, paged_prefill
 from termgen.engine.device.kernels.compilation import collect_missing
+from termgen.engine.device.kernels.kv_cache import head_items
 from termgen.vocabulary.cache_groups import Chunk, Window
 
 BLOCK_SIZE = 64
@@ -77,7 +78,7 @@ def made(
     backend = TritonPagedAttention(shape)
     cache = kv_cache_view(
         backend,
-        torch.empty(8, 2 * BLOCK_SIZE * 2 * head_dim, dtype=kv_dtype),
+        torch.empty(8, 2 * BLOCK_SIZE * 2 * head_items(head_dim, kv_dtype), dtype=kv_dtype),
         block_size=BLOCK_SIZE,
         num_kv_heads=2,
         head_dim=head_dim,

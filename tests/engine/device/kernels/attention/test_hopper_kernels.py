@@ -93,6 +93,12 @@ LARGE = [
     {"arch": 90, "head_dim": 512, "dtype": "float32"},
     {"arch": 90, "head_dim": 192, "softcap": 50.0, "has_sinks": True, "window": 100, "group": 2},
     {"arch": 90, "head_dim": 128, "chunk": 8192, "group": 5},
+    {"arch": 90, "head_dim": 128, "cache_dtype": "int8"},
+    {"arch": 90, "head_dim": 256, "cache_dtype": "int8", "window": 100},
+    {"arch": 90, "head_dim": 512, "cache_dtype": "int8", "has_sinks": True},
+    {"arch": 90, "head_dim": 128, "cache_dtype": "uint8"},
+    {"arch": 80, "head_dim": 256, "cache_dtype": "uint8", "window": 100},
+    {"arch": 80, "head_dim": 80, "cache_dtype": "int8", "softcap": 50.0},
     {"arch": 89, "head_dim": 512},
     {"arch": 89, "head_dim": 256, "softcap": 50.0, "has_sinks": True},
 ]

@@ -19,7 +19,9 @@ from triton_device import (
 
 require_triton()
 
+from termgen.engine.device.attention.base import kv_cache_view  # noqa: E402
 from termgen.engine.device.attention.reference import paged_attention  # noqa: E402
+from termgen.engine.device.attention.triton_paged import TritonPagedAttention  # noqa: E402
 from termgen.engine.device.kernels.attention.decode_plan import (  # noqa: E402
     DecodeConfig,
     DecodeWorkspace,
@@ -27,6 +29,12 @@ from termgen.engine.device.kernels.attention.decode_plan import (  # noqa: E402
     plan_decode,
 )
 from termgen.engine.device.kernels.attention.paged_decode import paged_decode  # noqa: E402
+from termgen.engine.device.kernels.kv_cache import (  # noqa: E402
+    SCALED,
+    head_items,
+    kv_store_reference,
+    read_slots,
+)
 from termgen.vocabulary.cache_groups import Chunk, Window  # noqa: E402
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=3, programs_per_sm=2)
@@ -46,6 +54,7 @@ def check(
     softcap: float | None = None,
     has_sinks: bool = False,
     config: DecodeConfig = SMALL,
+    kind: torch.dtype | None = None,
 ) -> None:
     """rows: of each, keys before its queries, and queries, 0 for a padded row. The cache is NaN
     where no key is."""
@@ -63,6 +72,19 @@ def check(
         heads_first=block_size == 64,
         seed=len(rows),
     )
+    exact = cache
+    if kind is not None:
+        num_blocks = len(cache)
+        page = 2 * block_size * num_kv_heads * head_items(head_dim, kind)
+        sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        pages = torch.zeros(num_blocks, page, dtype=kind, device=device)
+        slots = torch.arange(num_blocks * block_size, device=device)
+        heads = cache.flatten(0, 1)
+        cache = kv_cache_view(TritonPagedAttention, pages, **sizes)
+        kv_store_reference(heads[:, 0], heads[:, 1], cache, slots)
+        exact = read_slots(cache, slots, torch.float32).view(
+            num_blocks, block_size, *heads.shape[1:]
+        )
     size = len(rows) * num_queries
     q = normal(size, num_heads, head_dim, dtype=dtype, device=device, seed=1)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
@@ -100,7 +122,7 @@ def check(
     assert not workspace.arrivals.any(), "the next launch would find arrivals"
     wanted = torch.tensor(live, device=device)
     ends = torch.tensor([0, *(n for _, n in rows)]).cumsum(0)
-    expected = paged_attention(q[wanted], cache, table, lens, ends, **form)
+    expected = paged_attention(q[wanted], exact, table, lens, ends, **form)
     assert_near(out[wanted], expected, dtype)
     assert torch.isfinite(out).all(), "what is not asked for goes on through the model, too"
 
@@ -114,6 +136,16 @@ def test_a_query_sees_what_is_before_it(
 ) -> None:
     rows = [(0, 5), (15, 5), (14, 3), (0, 0), (126, 1), (40, 4), (11, 5)]
     check(rows, 5, dtype=dtype, device=device, window=window)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("window", [None, 33])
+def test_several_queries_over_a_cache_with_scales(
+    device: str, dtype: torch.dtype, kind: torch.dtype, window: Window | None
+) -> None:
+    rows = [(0, 5), (15, 5), (14, 3), (0, 0), (126, 1), (295, 4), (11, 5)]
+    check(rows, 5, dtype=dtype, device=device, window=window, kind=kind)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)

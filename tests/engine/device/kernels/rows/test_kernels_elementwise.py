@@ -8,7 +8,18 @@ from triton_device import DEVICES, DEVICES_AND_DTYPES, assert_near, normal, pois
 
 require_triton()
 
-from termgen.engine.device.kernels.kv_cache import kv_store_reference  # noqa: E402
+from termgen.engine.device.attention.base import kv_cache_view  # noqa: E402
+from termgen.engine.device.attention.triton_paged import TritonPagedAttention  # noqa: E402
+from termgen.engine.device.kernels.kv_cache import (  # noqa: E402
+    INT4,
+    INT8,
+    SCALED,
+    fill_with_nan,
+    head_items,
+    kv_store_reference,
+    read_slots,
+    scales_of,
+)
 from termgen.engine.device.kernels.rows.gated_activation import (  # noqa: E402
     ACTIVATIONS,
     activated_product,
@@ -33,7 +44,10 @@ from termgen.engine.device.kernels.rows.rmsnorm import (  # noqa: E402
     rmsnorm_reference,
 )
 from termgen.engine.device.layers.ops import Rotation, TorchOps  # noqa: E402
+from termgen.vocabulary.device.kv_cache_types import LayerScales  # noqa: E402
 
+LARGEST_ERROR = {INT8: 0.51 / 127, INT4: 0.51 * 2 / 15}
+"""Relative to the largest number of a head."""
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 
 
@@ -293,6 +307,62 @@ def test_qk_rope_kv_of_many_tokens(
     assert_near(many.nan_to_num(-7.0), few.nan_to_num(-7.0), dtype)
 
 
+def scaled_cache(kind: torch.dtype, heads: tuple[int, int], device: str) -> torch.Tensor:
+    """The second layer of pages of two, all NaN."""
+    size = 2 * 4 * heads[0] * head_items(heads[1], kind)
+    pages = torch.zeros(4, 2 * size, dtype=kind, device=device)
+    arguments = {"block_size": 4, "num_kv_heads": heads[0], "head_dim": heads[1], "part": 1}
+    cache = kv_cache_view(TritonPagedAttention, pages, **arguments)
+    fill_with_nan(cache, torch.arange(4, device=device))
+    return cache
+
+
+def assert_stored_alike(stored: torch.Tensor, expected: torch.Tensor, most: int) -> None:
+    """Scales, and integers but for `most` of each, as float32 sums may end on another side."""
+    for one, two in ((stored, expected), (scales_of(stored), scales_of(expected))):
+        assert one.shape == two.shape
+        differ = (one != two) & ~(one.isnan() & two.isnan())
+        assert int(differ.sum()) <= most
+    torch.testing.assert_close(stored, expected, atol=1, rtol=0)
+    torch.testing.assert_close(
+        scales_of(stored), scales_of(expected), atol=0, rtol=2e-2, equal_nan=True
+    )
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize(("heads", "rotary_dim"), [((1, 64), 64), ((5, 80), 80), ((2, 128), 64)])
+def test_stores_with_scales(
+    device: str, dtype: torch.dtype, kind: torch.dtype, heads: tuple[int, int], rotary_dim: int
+) -> None:
+    num_kv_heads, head_dim = heads
+    if kind == INT4 and head_dim == 80:
+        pytest.skip("which attention refuses")
+    slots = torch.tensor([11, 0, 5, 14, 2], device=device)
+    qkv = normal(5, (4 + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device, seed=8)
+    parts = qkv.view(5, -1, head_dim)
+    parts[1, 4] = 0
+    parts[2, 4] *= 1e-9
+    parts[3, 4] *= 1e4
+    parts[4, -1, 3] = float("nan")
+    k, v = parts[:, 4 : 4 + num_kv_heads], parts[:, 4 + num_kv_heads :]
+    stored, expected = (scaled_cache(kind, heads, device) for _ in range(2))
+    store_kv(k, v, stored, slots)
+    kv_store_reference(k, v, expected, slots)
+    assert_stored_alike(stored, expected, most=0)
+    kept = read_slots(stored, slots, torch.float32)
+    assert kept[4, 1, -1].isnan().all() and not kept[:4].isnan().any()
+    largest = torch.stack((k, v), 1).float().abs().amax(-1, keepdim=True).nan_to_num()
+    error = (kept - torch.stack((k, v), 1).float()).abs().nan_to_num()
+    assert (error <= largest * LARGEST_ERROR[kind] + 1e-7).all()
+
+    cos, sin = make_rotation(torch.arange(5, device=device), rotary_dim)
+    arguments = {"num_heads": 4, "norm_weight": None}
+    qk_rope_kv(qkv, stored, cos, sin, slots, **arguments)
+    qk_rope_kv_reference(qkv, expected, cos, sin, slots, **arguments)
+    assert_stored_alike(stored, expected, most=4)
+
+
 @devices_and_dtypes
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (5, 80), (8, 128)])
@@ -310,3 +380,29 @@ def test_store_kv(
     store_kv(k, v, stored, slots)
     kv_store_reference(k, v, expected, slots)
     torch.testing.assert_close(stored, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("rotary_dim", [64, 32])
+def test_an_fp8_cache_takes_keys_and_values_in_its_units(
+    device: str, dtype: torch.dtype, rotary_dim: int
+) -> None:
+    scales = LayerScales(0.25, 3.0)
+    qkv = normal(5, 8 * 64, dtype=dtype, device=device, seed=8, scale=200.0)
+    cos, sin = make_rotation(torch.arange(5, device=device), rotary_dim)
+    slots = torch.tensor([11, 0, 5, 14, 2], device=device)
+    caches = [torch.zeros(4, 4, 2, 2, 64, device=device).to(torch.float8_e4m3fn) for _ in range(3)]
+    arguments = {"num_heads": 4, "norm_weight": None, "eps": 1e-6, "cache_scales": scales}
+    q = qk_rope_kv(qkv, caches[0], cos, sin, slots, **arguments)
+    qk_rope_kv_reference(qkv, caches[1], cos, sin, slots, **arguments)
+    in_torch = TorchOps().rotate_and_store(qkv, caches[2], Rotation(cos, sin), slots, **arguments)
+    assert_near(q, in_torch, dtype)
+    stored, *expected = (cache.float() for cache in caches)
+    for other in expected:
+        off = (stored - other).abs() / other.abs().clamp(min=1.0)
+        assert (off > 0).sum() <= 8 and off.max() < 0.13, "a number next to two others at most"
+    values = qkv.view(5, 8, 64)[:, 6:].float() / scales.value
+    kept = stored.flatten(0, 1)[slots][:, 1]
+    assert ((kept - values).abs() <= values.abs() / 16 + 1e-3).all()
+    unscaled = qkv.view(5, 8, 64)[:, 4:6].abs().max() / scales.key
+    assert unscaled > 448 and stored.flatten(0, 1)[slots][:, 0].abs().max() == 448

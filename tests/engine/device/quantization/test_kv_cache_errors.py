@@ -1,0 +1,65 @@
+"""What a KV cache below 16 bits does to the next-token probabilities of real models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from paged_model import PagedModel, Row, load
+
+from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
+from termgen.engine.text.tokenizer import load_tokenizer
+
+NUM_READ, NUM_WRITTEN = 380, 20
+NUM_COMPARED = 200
+NEAR_TIE = 0.02
+"""Nats between two tokens that rounding may rank otherwise."""
+BOUNDS = {
+    "smollm2_gguf": {"fp8": 0.03, "int8": 0.003, "int4": 0.4},
+    "gemma_gguf": {"fp8": 0.03, "int8": 0.02, "int4": 3.0},
+}
+"""Nats in the mean, at most."""
+
+
+@functools.cache
+def log_probabilities(model: Path, kind: str) -> torch.Tensor:
+    """[200, vocab] of the README's beginning: a prompt in two parts, the second of which is
+    compared, and the last tokens one by one."""
+    text = (Path(__file__).parents[4] / "README.md").read_text()[:4000]
+    ids = list(load_tokenizer(model).encode(text))[: NUM_READ + NUM_WRITTEN]
+    assert len(ids) == NUM_READ + NUM_WRITTEN
+    paged = PagedModel(load(model), num_blocks=160, dtype=kv_cache_dtype(kind, torch.float32))
+    half = NUM_READ // 2
+    prompt = [paged.step([Row(0, at, ids[at : at + half])])[0] for at in (0, half)]
+    singles = [paged.step([Row(0, i, [ids[i]])])[0] for i in range(NUM_READ, len(ids))]
+    compared = torch.cat([*prompt, *singles])[-NUM_COMPARED:]
+    return compared.double().log_softmax(-1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_kept() -> Iterator[None]:
+    """Probabilities are hundreds of MB a model: they go with the module."""
+    yield
+    log_probabilities.cache_clear()
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_real_model_with_a_smaller_kv_cache(name: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(name)
+    exact = log_probabilities(model, "auto")
+    for kind, most in BOUNDS[name].items():
+        rounded = log_probabilities(model, kind)
+        found = (exact.exp() * (exact - rounded)).sum(-1)
+        chosen = rounded.argmax(-1)
+        tops = float((chosen == exact.argmax(-1)).double().mean())
+        loss = exact.amax(-1) - exact.gather(-1, chosen[:, None])[:, 0]
+        near = float((loss < NEAR_TIE).double().mean())
+        print(
+            f"{name} {kind}: mean {found.mean():.1e}, p99 {found.quantile(0.99):.1e}, "
+            f"same first token {tops:.1%}, but for near ties {near:.1%}"
+        )
+        assert 0 <= found.mean() < most
+    log_probabilities.cache_clear()
