@@ -20,13 +20,15 @@ from termgen.errors import ModelNotFoundError
 
 __all__ = [
     "Checkpoint",
-    "is_in_blocks",
+    "kept_form",
     "load_generation_config",
     "load_model_config",
     "open_checkpoint",
 ]
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
+_TABLES = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "lm_head.weight")
+"""Ends of the names of matrices that stay floats beside layers of 8-bit floats."""
 
 
 def open_checkpoint(path: Path | str, *, mtp: bool = False) -> Checkpoint:
@@ -47,20 +49,29 @@ def open_checkpoint(path: Path | str, *, mtp: bool = False) -> Checkpoint:
     return GGUFCheckpoint(path, mtp=mtp)
 
 
-def is_in_blocks(path: Path | str) -> bool:
-    """True if most numbers of a model's matrices are stored as blocks of integers, or of floats of
-    4 bits, that a quantised matrix keeps or comes close to."""
+def kept_form(path: Path | str) -> str | None:
+    """The quantization that keeps a model's matrices as a file has them, exactly or nearly so:
+    "int8" if most numbers are in blocks of integers, or of floats of 4 bits; "fp8" if those of all
+    layers are 8-bit floats, for others would be rounded; None for floats."""
     from termgen.engine.device.loader.weights import StoredSource
+    from termgen.engine.device.quantization.stored_matrices import FLOAT8_KINDS
 
-    in_blocks = others = 0
+    in_blocks = others = in_float8 = in_layers = 0
     with closing(open_checkpoint(path)) as checkpoint:
         assert isinstance(checkpoint, StoredSource), "every reader of files is"
         for name in checkpoint.names():
             shape = checkpoint.shape(name)
             if len(shape) < 2:
                 continue
-            if checkpoint.kind(name) in (None, *_FLOATS):
-                others += math.prod(shape)
+            kind, count = checkpoint.kind(name), math.prod(shape)
+            if kind in FLOAT8_KINDS:
+                in_float8 += count
+            if kind in (None, *_FLOATS, *FLOAT8_KINDS):
+                others += count
             else:
-                in_blocks += math.prod(shape)
-    return in_blocks > others
+                in_blocks += count
+            if not name.endswith(_TABLES):
+                in_layers += count
+    if in_blocks > others:
+        return "int8"
+    return "fp8" if in_float8 and in_float8 >= in_layers else None

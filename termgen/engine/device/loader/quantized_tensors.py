@@ -17,8 +17,9 @@ import torch
 
 from termgen.engine.device.config.stored_weights import StoredWeights
 from termgen.engine.device.layers.stored_rows import StoredRows
-from termgen.engine.device.quantization.affine_blocks import GROUPS_BLOCK
+from termgen.engine.device.quantization.affine_blocks import GROUPS, GROUPS_BLOCK
 from termgen.engine.device.quantization.stored_matrices import (
+    FLOAT8_RUN,
     WORD_BITS,
     FourBitFloats,
     PackedColumns,
@@ -31,6 +32,7 @@ from termgen.engine.device.quantization.stored_matrices import (
 from termgen.errors import CorruptFileError
 
 FLOATS_8 = ("F8_E4M3", "F8_E5M2")
+_KEPT_FLOATS = "F8_E4M3"
 TYPES = {"F8_E8M0": 1, **dict.fromkeys(FLOATS_8, 1), "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 """Types in which quantised weights are stored, and their bytes."""
 PART_NUMBERS = 2**22
@@ -62,6 +64,8 @@ class QuantizedTensor:
     """Role -> name in the files."""
     num_experts: int | None = None
     """Matrices that are stacked, their tensors along the first dimension."""
+    dtype: str = ""
+    """The type of numbers that have scales alone."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,8 +99,18 @@ class QuantizedTensor:
         runs = (torch.arange(matrix.shape[1]) // size).int()
         return name is None or torch.equal(read(name), runs)
 
+    def kind(self, read: Read) -> str | None:
+        """The kind of rows that `stored` gives; None if there are only numbers to be had."""
+        if isinstance(self.matrix, ScaledNumbers):
+            is_kept = self.dtype == _KEPT_FLOATS and "zero_point" not in self.members
+            return self.matrix.float8_kind if is_kept and self.num_experts is None else None
+        return GROUPS if self.integers_in_order(read) else None
+
     def stored(self, read: Read) -> Iterator[StoredRows]:
-        """Some rows at a time, of integers in order."""
+        """Some rows at a time, of integers in order or of 8-bit floats."""
+        if isinstance(self.matrix, ScaledNumbers):
+            yield from self._floats8(self.matrix, read)
+            return
         assert isinstance(self.matrix, PackedRows | PackedColumns)
         tensors = {role: read(name) for role, name in self.members.items()}
         num_rows, num_columns = self.matrix.shape
@@ -104,6 +118,20 @@ class QuantizedTensor:
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
             yield kept(self.matrix.integers(tensors, first, last))
+
+    def _floats8(self, matrix: ScaledNumbers, read: Read) -> Iterator[StoredRows]:
+        tensors = {role: read(name) for role, name in self.members.items()}
+        num_rows, num_columns = matrix.shape
+        step = max(1, PART_NUMBERS // num_columns // FLOAT8_RUN) * FLOAT8_RUN
+        is_number = bool(tensors["scale"].float().isfinite().all())
+        for first in range(0, num_rows, step):
+            last = min(first + step, num_rows)
+            # Products take all bits for numbers.
+            bits = tensors["weight"][first:last].view(torch.uint8) & 127
+            if not is_number or bool((bits == 127).any()):
+                name = self.members["weight" if is_number else "scale"]
+                raise CorruptFileError(f"tensor {name} has NaN or infinite values")
+            yield matrix.float8(tensors, first, last)
 
     def _check_groups(self, groups: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         is_gptq = "g_idx" in tensors
@@ -162,7 +190,8 @@ class QuantizedTensors:
                 self._differs(zero, self._tensors[zero].shape, scale_name)
             members["zero_point"] = zero
         matrix = ScaledNumbers((num_rows, num_columns), block)
-        return QuantizedTensor(matrix, members, *experts)
+        num_experts = experts[0] if experts else None
+        return QuantizedTensor(matrix, members, num_experts, weight.dtype)
 
     def _block(self, name: str, shape: tuple[int, ...], scale_name: str) -> tuple[int, int]:
         """Rows and columns that share a scale."""

@@ -40,7 +40,6 @@ from termgen.engine.device.loader.quantized_tensors import (
     QuantizedTensors,
     StoredTensor,
 )
-from termgen.engine.device.quantization.affine_blocks import GROUPS
 from termgen.engine.device.quantization.mxfp4 import BLOCK, KIND, dequantize, with_scales
 from termgen.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from termgen.vocabulary.device.kv_cache_types import LayerScales
@@ -219,7 +218,7 @@ class FolderCheckpoint(WeightFiles):
         if self._stored[name] in self._packed:
             return KIND
         made = self._quantized.get(self._stored[name])
-        return GROUPS if made is not None and made.integers_in_order(self._read) else None
+        return None if made is None else made.kind(self._read)
 
     def stored(self, name: str) -> Iterator[StoredRows]:
         stored = self._stored[name]

@@ -1,7 +1,9 @@
 """Weights in 8-bit floats on a GPU: a `LinearMethod` whose products read half the bytes.
 
-A row of a matrix has one scale, a power of two, so that what is stored times its scale is exact in
-16 bits, too. Rows are rounded to float8_e4m3fn while they are loaded. Activations stay in 16 bits.
+Rows are rounded to float8_e4m3fn while they are loaded. A row of a matrix has one scale, a power
+of two, so that what is stored times its scale is exact in 16 bits, too. Numbers that a file has in
+this type stay what they are, with the file's scales: those of matrices and rows are a row's, and
+those of blocks come in a table beside it, as `float8_gemm` takes it. Activations stay in 16 bits.
 Few rows of activations are multiplied by `float8_gemm`, which widens the weight in registers; for
 many a part of the weight at a time is widened in memory, for cuBLAS.
 """
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from termgen.engine.device.kernels.gemm.float8_gemm import (
+    BLOCK_ROWS,
     FLOAT8,
     GROUP,
     RUN,
@@ -33,6 +36,11 @@ from termgen.engine.device.layers.linear import LinearMethod, LinearSpec
 from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.triton_ops import SharedWorkspace
 from termgen.engine.device.layers.weight_slot import empty_parameter
+from termgen.engine.device.quantization.stored_matrices import (
+    FLOAT8_BLOCKS,
+    FLOAT8_KINDS,
+    split_float8,
+)
 
 _LARGEST = torch.finfo(FLOAT8).max
 _PART_NUMBERS = 2**26
@@ -51,9 +59,9 @@ class Float8Linears:
 
 
 class Float8Linear(nn.Module):
-    """LinearMethod: 8 bits a number, and 32 bits a row."""
+    """LinearMethod: 8 bits a number, 32 bits a row, and 32 for each block of a file."""
 
-    kinds: frozenset[str] = frozenset()
+    kinds = FLOAT8_KINDS
 
     def __init__(self, spec: LinearSpec, shared: SharedWorkspace) -> None:
         super().__init__()
@@ -62,6 +70,9 @@ class Float8Linear(nn.Module):
         num_words = (spec.in_features + self._padding) // 4
         self.words = empty_parameter(size[0], num_words, dtype=torch.int32, device=spec.device)
         self.scale = empty_parameter(size[0], dtype=torch.float32, device=spec.device)
+        self.blocks: nn.Parameter | None = None
+        """Scales of blocks; ones for rows that have none."""
+        self._block_rows = BLOCK_ROWS
         self._spec = spec
         self._shared = shared
         is_measured = is_hopper(spec.device)
@@ -70,9 +81,39 @@ class Float8Linear(nn.Module):
             shared.reserve(config, spec.out_features)
 
     def load_stored(self, rows: StoredRows, first_row: int) -> None:
-        raise AssertionError(f"{rows.kind} is not among the kinds that this keeps")
+        numbers, scale = split_float8(rows, self._spec.in_features)
+        here = slice(first_row, first_row + len(numbers))
+        padded = F.pad(numbers.to(self.words.device), (0, self._padding))
+        self.words[here].copy_(pack(padded.view(FLOAT8)))
+        self._begin_rows(first_row)
+        if rows.kind == FLOAT8_BLOCKS:
+            self.scale[here] = 1.0
+            self._keep_blocks(scale, first_row)
+        else:
+            self.scale[here].copy_(scale[:, 0])
+
+    def _begin_rows(self, first_row: int) -> None:
+        """Give each row scales of its own where a matrix begins among rows that share them."""
+        if first_row % self._block_rows == 0:
+            return
+        if self.blocks is not None:
+            wide = self.blocks.repeat_interleave(self._block_rows, 0)[: self._spec.out_features]
+            self.blocks = nn.Parameter(wide.contiguous(), requires_grad=False)
+        self._block_rows = 1
+
+    def _keep_blocks(self, scale: torch.Tensor, first_row: int) -> None:
+        """scale: [rows, blocks of 128 columns]"""
+        step = self._block_rows
+        if self.blocks is None:
+            size = (-(-self._spec.out_features // step), 2 * self.words.shape[1] // RUN.value)
+            ones = torch.ones(size, dtype=torch.float32, device=self.words.device)
+            self.blocks = nn.Parameter(ones, requires_grad=False)
+        own = scale[::step]
+        first = first_row // step
+        self.blocks[first : first + len(own), : own.shape[1]].copy_(own)
 
     def load_rows(self, tensor: torch.Tensor, first_row: int) -> None:
+        self._begin_rows(first_row)
         for rows in torch.split(tensor, max(1, _PART_NUMBERS // tensor.shape[1])):
             numbers, scale = round_rows(rows.to(self.scale.device))
             padded = F.pad(numbers.view(torch.uint8), (0, self._padding)).view(FLOAT8)
@@ -89,10 +130,11 @@ class Float8Linear(nn.Module):
             return self._multiply_wide(x, bias)
         config = self._configs[band_of(num_rows)]
         workspace = self._shared.on(x.device)
-        return float8_gemm(x, self.words, self.scale, bias, config=config, workspace=workspace)
+        weight = (self.words, self.scale, bias)
+        return float8_gemm(x, *weight, config=config, workspace=workspace, blocks=self.blocks)
 
     def _multiply_wide(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        step = max(1, _PART_NUMBERS // self._spec.in_features)
+        step = max(1, _PART_NUMBERS // self._spec.in_features // BLOCK_ROWS) * BLOCK_ROWS
         parts = []
         for first in range(0, self._spec.out_features, step):
             part = slice(first, first + step)
@@ -101,9 +143,17 @@ class Float8Linear(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _wide(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        """Some rows in the model's type, exactly."""
-        spec = self._spec
-        return widen(self.words[rows], self.scale[rows], spec.in_features, spec.dtype)
+        """Some rows in the model's type: exact with scales that are powers of two. A slice begins
+        with a multiple of `BLOCK_ROWS`."""
+        spec, blocks = self._spec, None
+        if self.blocks is not None:
+            step = self._block_rows
+            if isinstance(rows, slice):
+                blocks = self.blocks[rows.start // step : -(-rows.stop // step)]
+            else:
+                blocks = self.blocks[rows // step]
+        words, scale = self.words[rows], self.scale[rows]
+        return widen(words, scale, spec.in_features, spec.dtype, blocks)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self._wide(ids)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.quantization.affine_blocks import GROUPS, GROUPS_BLOCK
@@ -28,6 +29,14 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output in each four bits of a word, from the lowest."""
 Tensors = Mapping[str, torch.Tensor]
 """Tensors by their role."""
+FLOAT8_ROWS = "FLOAT8_ROWS"
+"""Kind of rows of float8_e4m3fn: one block, the numbers and their scale in float32."""
+FLOAT8_BLOCKS = "FLOAT8_BLOCKS"
+"""Kind of the same with a scale for every 128 columns, the last block filled up with zeros. The
+rows of a matrix share the scales of whole runs of 16."""
+FLOAT8_KINDS = frozenset((FLOAT8_ROWS, FLOAT8_BLOCKS))
+FLOAT8_COLUMNS, FLOAT8_RUN = 128, 16
+_SCALE_BYTES = 4
 
 
 class StoredMatrix(Protocol):
@@ -52,6 +61,30 @@ class ScaledNumbers:
         if (zero := tensors.get("zero_point")) is not None:
             numbers -= self._spread(zero.float(), first, last)
         return numbers.mul_(self._spread(tensors["scale"].float(), first, last))
+
+    @property
+    def float8_kind(self) -> str | None:
+        """The kind in which these numbers may stay what they are, being float8_e4m3fn."""
+        rows, columns = self.block
+        if columns >= self.shape[1]:
+            return FLOAT8_ROWS
+        is_even = columns % FLOAT8_COLUMNS == 0
+        is_run = rows % FLOAT8_RUN == 0 or rows >= self.shape[0]
+        return FLOAT8_BLOCKS if is_even and is_run else None
+
+    def float8(self, tensors: Tensors, first: int, last: int) -> StoredRows:
+        """Rows [first, last) of float8_e4m3fn, of the kind that `float8_kind` says."""
+        kind, num_columns = self.float8_kind, self.shape[1]
+        assert kind is not None
+        size = num_columns if kind == FLOAT8_ROWS else FLOAT8_COLUMNS
+        numbers = tensors["weight"][first:last].contiguous().view(torch.uint8)
+        numbers = F.pad(numbers, (0, -num_columns % size)).view(last - first, -1, size)
+        grid = (-(-self.shape[0] // self.block[0]), -(-num_columns // self.block[1]))
+        scale = tensors["scale"].float().reshape(grid)[torch.arange(first, last) // self.block[0]]
+        if kind == FLOAT8_BLOCKS:
+            scale = scale.repeat_interleave(self.block[1] // size, 1)[:, : numbers.shape[1]]
+        scale_bytes = scale.contiguous().view(torch.uint8).view(*numbers.shape[:2], _SCALE_BYTES)
+        return StoredRows(kind, torch.cat((numbers, scale_bytes), 2))
 
     def _spread(self, values: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """One for each number of these rows."""
@@ -172,6 +205,14 @@ def kept(integers: Integers) -> StoredRows:
         wide = factor.repeat_interleave(blocks, dim=1)
         parts.append(wide.contiguous().view(torch.uint8).view(num_rows, -1, 4))
     return StoredRows(GROUPS, torch.cat(parts, 2))
+
+
+def split_float8(rows: StoredRows, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of `FLOAT8_KINDS` -> their numbers [n, num_columns], uint8, and scales [n, blocks]."""
+    assert rows.kind in FLOAT8_KINDS, rows.kind
+    numbers = rows.blocks[:, :, :-_SCALE_BYTES].flatten(1)[:, :num_columns]
+    scale = rows.blocks[:, :, -_SCALE_BYTES:].contiguous().view(torch.float32)[:, :, 0]
+    return numbers, scale
 
 
 def spread(

@@ -17,7 +17,7 @@ import torch
 from termgen.config import EngineConfig
 from termgen.engine.device import kernels, native
 from termgen.engine.device.config.model_config import ModelConfig
-from termgen.engine.device.loader import is_in_blocks
+from termgen.engine.device.loader import kept_form
 from termgen.engine.device.runner.memory import make_meter
 from termgen.errors import ConfigError
 
@@ -102,19 +102,23 @@ def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.
 def resolve_quantization(
     config: EngineConfig, model: ModelConfig, device: torch.device, path: Path
 ) -> str | None:
-    """`auto`: int8 on a CPU, where a step takes as long as reading the weights does, and on a GPU
-    for files that have their weights in blocks, which stay what they are. None where the weights
-    are not quantized."""
+    """`auto`: int8 on a CPU, where a step takes as long as reading the weights does; on a GPU int8
+    for files that have their weights in blocks and fp8 for those of 8-bit floats, which stay what
+    they are. None where the weights are not quantized."""
     if config.quantization != "auto":
         return None if config.quantization == "none" else config.quantization
     if config.dtype != "auto" or model.transformers is not None:
         return None
     if device.type == "cpu":
         gains = model.num_parameters >= WORTH_QUANTIZING and not native.why_unusable()
-    else:
-        is_file = config.load_format != "dummy"
-        gains = is_file and not kernels.why_unusable(device) and is_in_blocks(path)
-    return "int8" if gains else None
+        return "int8" if gains else None
+    if config.load_format == "dummy" or kernels.why_unusable(device):
+        return None
+    form = kept_form(path)
+    if form == "fp8":
+        has_type = not kernels.why_unusable(device, dtype=torch.float8_e4m3fn)
+        return form if has_type and model.moe is None else None
+    return form
 
 
 def resolve_wait(device_wait: str) -> bool:

@@ -3,9 +3,10 @@
 A weight lies in words of four numbers: byte i of word j in a group of 256 columns is the number of
 column 64 * i + j. So a word in a thread's registers becomes one number of each of four operands,
 which meet four runs of x in their natural order, and nothing crosses threads. Each row of the
-weight has a scale, by which sums are multiplied. Two kernels, as in `small_gemm`: gemv multiplies
-in registers, mma on the matrix units, where K may be cut between programs. For more rows of x the
-weight is widened in memory.
+weight has a scale, by which sums are multiplied. Every 128 columns of some rows may have another,
+which float32 takes up: x in gemv, and sums of 128 columns in mma; no weight is rounded. Two
+kernels, as in `small_gemm`: gemv multiplies in registers, mma on the matrix units, where K may be
+cut between programs. For more rows of x the weight is widened in memory.
 
 In bfloat16 the bits of the exponent are moved, not converted: the conversion that Hopper has goes
 by float16 and float32.
@@ -38,6 +39,10 @@ _WIDEN_ROWS = 16
 """Rows of a weight that a program widens."""
 GROUP = RUN.value * WORD.value
 """Columns of a group; a weight has whole ones, the last filled up with zeros."""
+BLOCK_COLUMNS = 2 * RUN.value
+"""Columns that share a block's scale: two in a group."""
+BLOCK_ROWS = 16
+"""Rows that share it, or 1."""
 
 
 def pack(numbers: torch.Tensor) -> torch.Tensor:
@@ -146,12 +151,35 @@ def _run(at, columns, byte: tl.constexpr, k, is_token, EVEN_K: tl.constexpr):
     return x
 
 
+@triton.jit
+def _block_scales(
+    blocks_ptr,
+    first_row,
+    rows,
+    words,
+    n,
+    num_words,
+    BLOCK_N: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+):
+    """The scales of each word's two blocks: one row of them where the rows of a tile share them."""
+    groups = num_words // RUN
+    if BLOCK_N <= SCALE_ROWS:
+        at = blocks_ptr + first_row // SCALE_ROWS * (2 * groups)
+    else:
+        at = blocks_ptr + (tl.minimum(rows, n - 1) // SCALE_ROWS * (2 * groups))[:, None]
+    at += (words // RUN * 2)[None, :]
+    is_word = (words < num_words)[None, :]
+    return tl.load(at, mask=is_word, other=0.0), tl.load(at + 1, mask=is_word, other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "row_bytes"])
 def _gemv_kernel(
     x_ptr,
     w_ptr,
     bias_ptr,
     scale_ptr,
+    blocks_ptr,
     out_ptr,
     num_rows,
     n,
@@ -165,6 +193,7 @@ def _gemv_kernel(
     NUM_STAGES: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     PREFETCH_THREADS: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -189,15 +218,25 @@ def _gemv_kernel(
         w = tl.load(w_at + words[None, :], mask=is_word, other=0, eviction_policy="evict_first")
         a, b, c, d = _numbers(w, tl.float32, USE_PTX)
         columns = (words // RUN * (WORD * RUN) + words % RUN)[None, :]
+        if SCALE_ROWS > 0:
+            s, t = _block_scales(
+                blocks_ptr, first_row, rows, words, n, num_words, BLOCK_N, SCALE_ROWS
+            )
         new_sums = ()
         for token in tl.static_range(BLOCK_M):
             # A token past the last repeats it; its sums go nowhere.
             at = x_ptr + tl.minimum(token, num_rows - 1) * x_stride
             y = sums[token]  # type: ignore[var-annotated]
-            y += a * _run(at, columns, 0, k, is_word, EVEN_K).to(tl.float32)
-            y += b * _run(at, columns, 1, k, is_word, EVEN_K).to(tl.float32)
-            y += c * _run(at, columns, 2, k, is_word, EVEN_K).to(tl.float32)
-            y += d * _run(at, columns, 3, k, is_word, EVEN_K).to(tl.float32)
+            if SCALE_ROWS > 0:
+                y += a * (_run(at, columns, 0, k, is_word, EVEN_K).to(tl.float32) * s)
+                y += b * (_run(at, columns, 1, k, is_word, EVEN_K).to(tl.float32) * s)
+                y += c * (_run(at, columns, 2, k, is_word, EVEN_K).to(tl.float32) * t)
+                y += d * (_run(at, columns, 3, k, is_word, EVEN_K).to(tl.float32) * t)
+            else:
+                y += a * _run(at, columns, 0, k, is_word, EVEN_K).to(tl.float32)
+                y += b * _run(at, columns, 1, k, is_word, EVEN_K).to(tl.float32)
+                y += c * _run(at, columns, 2, k, is_word, EVEN_K).to(tl.float32)
+                y += d * _run(at, columns, 3, k, is_word, EVEN_K).to(tl.float32)
             new_sums += (y,)  # type: ignore[assignment]
         sums = new_sums
     for token in tl.static_range(BLOCK_M):
@@ -234,6 +273,7 @@ def _mma_kernel(
     w_ptr,
     bias_ptr,
     scale_ptr,
+    blocks_ptr,
     out_ptr,
     partial_ptr,
     arrivals_ptr,
@@ -250,6 +290,7 @@ def _mma_kernel(
     NUM_STAGES: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     PREFETCH_THREADS: tl.constexpr,
     USE_PTX: tl.constexpr,
@@ -267,6 +308,8 @@ def _mma_kernel(
     is_token = (tokens < num_rows)[:, None]
     w_at = w_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * num_words
     x_at = x_ptr + tokens[:, None] * x_stride
+    if SCALE_ROWS > 0:
+        blocks_at = blocks_ptr + tl.minimum(rows, n - 1) // SCALE_ROWS * (num_words // RUN * 2)
     scale = tl.load(scale_ptr + rows, mask=rows < n, other=0.0)
     if USE_PDL:
         if PREFETCH_THREADS > 0:
@@ -288,10 +331,19 @@ def _mma_kernel(
         x1 = _run(x_at, columns, 1, k, is_token, EVEN_K)
         x2 = _run(x_at, columns, 2, k, is_token, EVEN_K)
         x3 = _run(x_at, columns, 3, k, is_token, EVEN_K)
-        acc = tl.dot(a, tl.trans(x0), acc, input_precision=PRECISION)
-        acc = tl.dot(b, tl.trans(x1), acc, input_precision=PRECISION)
-        acc = tl.dot(c, tl.trans(x2), acc, input_precision=PRECISION)
-        acc = tl.dot(d, tl.trans(x3), acc, input_precision=PRECISION)
+        if SCALE_ROWS > 0:
+            at = blocks_at + start // RUN * 2
+            part = tl.dot(a, tl.trans(x0), input_precision=PRECISION)
+            part = tl.dot(b, tl.trans(x1), part, input_precision=PRECISION)
+            acc += part * tl.load(at)[:, None]
+            part = tl.dot(c, tl.trans(x2), input_precision=PRECISION)
+            part = tl.dot(d, tl.trans(x3), part, input_precision=PRECISION)
+            acc += part * tl.load(at + 1)[:, None]
+        else:
+            acc = tl.dot(a, tl.trans(x0), acc, input_precision=PRECISION)
+            acc = tl.dot(b, tl.trans(x1), acc, input_precision=PRECISION)
+            acc = tl.dot(c, tl.trans(x2), acc, input_precision=PRECISION)
+            acc = tl.dot(d, tl.trans(x3), acc, input_precision=PRECISION)
     is_last = True
     if SPLITS > 1:
         acc, is_last = sum_of_parts(acc, partial_ptr, arrivals_ptr, tile, split, SPLITS)
@@ -307,7 +359,16 @@ def _mma_kernel(
 
 @triton.jit
 def _widen_kernel(
-    w_ptr, scale_ptr, out_ptr, n, k, num_words, BLOCK_N: tl.constexpr, USE_PTX: tl.constexpr
+    w_ptr,
+    scale_ptr,
+    blocks_ptr,
+    out_ptr,
+    n,
+    k,
+    num_words,
+    BLOCK_N: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    USE_PTX: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     group = tl.program_id(1)
@@ -315,14 +376,19 @@ def _widen_kernel(
     runs = tl.arange(0, RUN)[None, :]
     w = tl.load(w_ptr + rows.to(tl.int64) * num_words + group * RUN + runs, mask=is_row, other=0)
     scale = tl.load(scale_ptr + rows, mask=is_row, other=0.0)
+    low, high = scale, scale
+    if SCALE_ROWS > 0:
+        at_block = blocks_ptr + rows // SCALE_ROWS * (num_words // RUN * 2) + group * 2
+        low *= tl.load(at_block, mask=is_row, other=0.0)
+        high *= tl.load(at_block + 1, mask=is_row, other=0.0)
     a, b, c, d = _numbers(w, tl.float32, USE_PTX)
     columns = group * (WORD * RUN) + runs
     at = out_ptr + rows.to(tl.int64) * k + columns
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(at, (a * scale).to(dtype), mask=is_row & (columns < k))
-    tl.store(at + RUN, (b * scale).to(dtype), mask=is_row & (columns + RUN < k))
-    tl.store(at + 2 * RUN, (c * scale).to(dtype), mask=is_row & (columns + 2 * RUN < k))
-    tl.store(at + 3 * RUN, (d * scale).to(dtype), mask=is_row & (columns + 3 * RUN < k))
+    tl.store(at, (a * low).to(dtype), mask=is_row & (columns < k))
+    tl.store(at + RUN, (b * low).to(dtype), mask=is_row & (columns + RUN < k))
+    tl.store(at + 2 * RUN, (c * high).to(dtype), mask=is_row & (columns + 2 * RUN < k))
+    tl.store(at + 3 * RUN, (d * high).to(dtype), mask=is_row & (columns + 3 * RUN < k))
 
 
 def widen(
@@ -330,18 +396,31 @@ def widen(
     scale: torch.Tensor,  # [N] float32
     num_columns: int,  # K
     dtype: torch.dtype,
+    blocks: torch.Tensor | None = None,  # as `float8_gemm` takes them
 ) -> torch.Tensor:  # [N, K]
     """The weight in a wider type."""
     n, num_words = words.shape
+    scale_rows = _scale_rows(blocks, n, num_words)
     out = torch.empty(n, num_columns, dtype=dtype, device=words.device)
     grid = (-(-n // _WIDEN_ROWS), num_words // RUN.value)
     if n:
         _widen_kernel[grid](
-            *(words, scale, out, n, num_columns, num_words),
+            *(words, scale, scale if blocks is None else blocks, out, n, num_columns, num_words),
             BLOCK_N=_WIDEN_ROWS,
+            SCALE_ROWS=scale_rows,
             USE_PTX=words.is_cuda,
         )
     return out
+
+
+def _scale_rows(blocks: torch.Tensor | None, n: int, num_words: int) -> int:
+    """Rows that share the scales of blocks; 0 where there are none."""
+    if blocks is None:
+        return 0
+    scale_rows = 1 if len(blocks) == n else BLOCK_ROWS
+    assert blocks.shape == (-(-n // scale_rows), num_words // RUN.value * 2), blocks.shape
+    assert blocks.is_contiguous() and blocks.dtype == torch.float32, blocks.dtype
+    return scale_rows
 
 
 def float8_gemm(
@@ -354,11 +433,14 @@ def float8_gemm(
     workspace: SmallGemmWorkspace | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = True,
+    blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [M, N]
     """x @ (numbers * scale).T + bias in x's type, no number being NaN. `workspace` is needed where
     `config` cuts K.
 
     config: of the kind gemv or mma, its block_k in words; an mma's is `RUN`.
+    blocks: [ceil(N / r), ceil(K / GROUP) * 2] float32, r `BLOCK_ROWS` or 1: further scales of
+    `BLOCK_COLUMNS` columns of r rows.
     """
     num_rows, k = x.shape
     n, num_words = words.shape
@@ -371,6 +453,8 @@ def float8_gemm(
     assert out.shape == (num_rows, n) and out.is_contiguous(), (out.shape, out.stride())
     if not num_rows:
         return out
+    scale_rows = _scale_rows(blocks, n, num_words)
+    own_blocks = scale if blocks is None else blocks
     row_bytes, threads = prefetch_plan(config, num_words, words)
     # The stride of a lone row must not choose a variant.
     sizes = (num_rows, n, k, num_words, x.stride(0) if num_rows > 1 else k, row_bytes)
@@ -381,6 +465,7 @@ def float8_gemm(
         "NUM_STAGES": config.num_stages,
         "EVEN_K": k % GROUP == 0,
         "HAS_BIAS": bias is not None,
+        "SCALE_ROWS": scale_rows,
         "PREFETCH_THREADS": threads,
         "USE_PTX": x.is_cuda,
         "num_warps": config.num_warps,
@@ -388,19 +473,27 @@ def float8_gemm(
     }
     tiles = config.tiles(n)
     if config.kind == "gemv":
-        _gemv_kernel[(tiles,)](x, words, bias, scale, out, *sizes, **options)
+        _gemv_kernel[(tiles,)](x, words, bias, scale, own_blocks, out, *sizes, **options)
         return out
     assert config.kind == "mma" and config.block_k == RUN.value, config
     partial, arrivals = split_buffers(config, n, workspace)
     options |= {"SPLITS": config.splits, "PRECISION": dot_precision(x.dtype)}
     _mma_kernel[(tiles, config.splits)](
-        x, words, bias, scale, out, partial, arrivals, *sizes, **options
+        x, words, bias, scale, own_blocks, out, partial, arrivals, *sizes, **options
     )
     return out
 
 
 def float8_gemm_reference(
-    x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    weight = unpack(words)[:, : x.shape[1]].to(x.dtype) * scale[:, None].to(x.dtype)
-    return F.linear(x, weight, bias)
+    weight = unpack(words).to(x.dtype) * scale[:, None].to(x.dtype)
+    if blocks is not None:
+        rows = _scale_rows(blocks, *words.shape)
+        wide = blocks.repeat_interleave(rows, 0)[: len(words)]
+        weight *= wide.repeat_interleave(BLOCK_COLUMNS, 1).to(x.dtype)
+    return F.linear(x, weight[:, : x.shape[1]], bias)

@@ -17,6 +17,7 @@ require_triton()
 
 from termgen.engine.device.kernels.gemm.candidates import Gpu, candidates_by_rows  # noqa: E402
 from termgen.engine.device.kernels.gemm.float8_gemm import (  # noqa: E402
+    BLOCK_ROWS,
     FLOAT8,
     GROUP,
     RUN,
@@ -49,6 +50,12 @@ def random_words(n: int, k: int, device: str) -> torch.Tensor:
     bits[(bits & 127) == 127] = 0  # NaN
     bits[:, k:] = 0
     return pack(bits.to(torch.uint8).view(FLOAT8)).to(device)
+
+
+def random_blocks(n: int, k: int, scale_rows: int, device: str) -> torch.Tensor:
+    """Scales of blocks, no two alike and no powers of two; those past x's columns are numbers."""
+    size = (-(-n // scale_rows), -(-k // GROUP) * 2)
+    return torch.rand(size, generator=torch.Generator().manual_seed(n)).add_(0.3).to(device)
 
 
 def workspace_of(config: SmallGemmConfig, n: int, device: str) -> SmallGemmWorkspace:
@@ -97,6 +104,35 @@ def test_products_are_those_of_the_numbers(
             wide = None if bias is None else bias.double()
             expected = float8_gemm_reference(x.double(), words, scale.double(), wide)
             assert_near(out, expected, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale_rows", [1, BLOCK_ROWS])
+@pytest.mark.parametrize(("n", "k"), [(33, 100), (70, 1300)])
+def test_widening_with_scales_of_blocks(device: str, scale_rows: int, n: int, k: int) -> None:
+    words, blocks = random_words(n, k, device), random_blocks(n, k, scale_rows, device)
+    scale = torch.exp2(torch.arange(n, device=device) % 5 - 2.0)
+    identity = torch.eye(k, dtype=torch.float32, device=device)
+    expected = float8_gemm_reference(identity, words, scale, blocks=blocks).T
+    found = widen(words, scale, k, torch.float32, blocks)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@devices_and_dtypes
+@configs
+@pytest.mark.parametrize("scale_rows", [1, BLOCK_ROWS])
+@pytest.mark.parametrize(("n", "k"), [(128, 512), (70, 1300)])
+def test_products_with_scales_of_blocks(
+    device: str, dtype: torch.dtype, config: SmallGemmConfig, scale_rows: int, n: int, k: int
+) -> None:
+    words, blocks = random_words(n, k, device), random_blocks(n, k, scale_rows, device)
+    scale = torch.linspace(0.5, 1.5, n, device=device).div_(100 * k**0.5)
+    x = normal(config.block_m, k + 16, dtype=dtype, device=device, seed=k)[:, :k]
+    bias = normal(n, dtype=dtype, device=device, seed=n)
+    workspace = workspace_of(config, n, device)
+    out = float8_gemm(x, words, scale, bias, config=config, workspace=workspace, blocks=blocks)
+    expected = float8_gemm_reference(x.double(), words, scale.double(), bias.double(), blocks)
+    assert_near(out, expected, dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
