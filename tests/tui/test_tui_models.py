@@ -328,6 +328,14 @@ def test_lines_fit(width: int) -> None:
     assert caution(OTHER) == ""
 
 
+def test_experts_in_main_memory_are_named() -> None:
+    needs = replace(ROOM, weights_bytes=20 * GB, main_bytes=13 * GB)
+    assert needs_words(replace(OTHER, needs=needs)) == (
+        "weights 20.0 GB + steps 100 MB = 20.1 GB of 8.0 GB free, 13.0 GB of experts in main memory"
+    )
+    assert "fits" in row_text(choice_row(replace(OTHER, needs=needs), 110))
+
+
 async def test_the_needs_of_the_marked_model_are_explained() -> None:
     needs = Needs(
         weights_bytes=49 * GB // 10,
