@@ -26,7 +26,7 @@ from tui_harness import (
 from termgen.config import UIConfig
 from termgen.errors import DownloadError, EngineError, TermgenError
 from termgen.tui.chat.widgets.prompt import Prompt
-from termgen.tui.models import ModelScreen, caution, choice_row
+from termgen.tui.models import ModelScreen, caution, choice_row, needs_words
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.spans import row_text, row_width
 from termgen.vocabulary.model_shelf import ModelChoice, Needs, Report, Switch
