@@ -198,11 +198,13 @@ class LocalShelf:
         memory = None if client is None else client.model.memory
         device = "cpu" if client is None else client.model.device
         if memory is None:
-            return Machine(self._holder.config, device, None, bytes_per_s=rate)
+            return Machine(
+                self._holder.config, device, None, bytes_per_s=rate, has_float8=_has_float8(device)
+            )
         steps = memory.activations_bytes + memory.graphs_bytes + memory.workspace_bytes
         own = memory.weights_bytes + steps + memory.kv_cache_bytes
         room = own + memory.free_below_limit_bytes
-        return Machine(self._holder.config, device, room, steps, rate)
+        return Machine(self._holder.config, device, room, steps, rate, _has_float8(device))
 
     async def _memory_rate(self) -> float | None:
         """The rate of the engine's memory. A CPU's is measured the first time that the engine has
@@ -333,6 +335,15 @@ def _weights_words(number: int) -> str:
     if number >= 10**9:
         return f"{number / 1e9:.1f}B weights"
     return f"{number / 1e6:.0f}M weights" if number else ""
+
+
+def _has_float8(device: str) -> bool:
+    """True for a GPU that multiplies 8-bit floats. An engine on it has loaded torch."""
+    if not device.startswith("cuda"):
+        return False
+    from termgen.engine.device.kernels import has_float8
+
+    return has_float8(device)
 
 
 def _of_hub_file(name: str, file: hub.HubFile, machine: Machine) -> ModelChoice:

@@ -21,6 +21,10 @@ FLUENT_TOKENS_PER_S = 10.0
 """A model is quick enough to read along from this rate on."""
 Q4_BITS, INT8_BITS, FOUR_BIT_BITS = 5.5, 9.0, 5.0
 """Bits of a weight in memory: of --quantization q4, of int8, and of blocks of 4 bits that stay."""
+FLOAT8_BITS, FLOAT_BITS = 8.0, 16.0
+"""The same with fp8: of layers, and of tables and heads."""
+_FLOAT8_MEAN = 9.0
+"""Where the size of tables and heads is not known."""
 _GGUF_BITS = re.compile(r"(?:^|[^a-z])(?:i?q(\d)|(b?f16)|(f32))(?![0-9])", re.IGNORECASE)
 _STORED_BITS_OF_Q4 = 4.6
 _HELD_BITS_OF_Q4_K_M = 5.8
@@ -39,6 +43,8 @@ class Machine:
     """The present engine's memory for its steps."""
     bytes_per_s: float | None = None
     """Rate of the memory; None: not measured."""
+    has_float8: bool = False
+    """True if the device multiplies 8-bit floats."""
 
     def needs(self, facts: ModelFacts | None, path: Path | None, size: int) -> Needs:
         """size: bytes of the file. facts: None where the file is not on this machine; its name
@@ -48,7 +54,7 @@ class Machine:
         if facts is None or not facts.num_parameters:
             facts = ModelFacts()
         else:
-            held_as, bits = _held(facts, self.config, self.device)
+            held_as, bits = self._held(facts)
             weights = int(facts.num_parameters * bits / 8)
         context = min(self.config.max_model_len or facts.context, facts.context)
         step_bytes = weights * facts.active_share
@@ -62,6 +68,19 @@ class Machine:
             room_bytes=self.room_bytes,
             tokens_per_s=(self.bytes_per_s or 0.0) / step_bytes if is_known else None,
         )
+
+    def _held(self, facts: ModelFacts) -> tuple[str, float]:
+        """The type that weights have in memory, and its bits for each of them, by the types in the
+        file."""
+        is_open = self.config.quantization == "auto" and self.config.dtype == "auto"
+        name, bits = _form(self.config, self.device, is_in_blocks=facts.is_in_blocks)
+        if is_open and self.has_float8 and facts.are_float8:
+            name = "fp8"
+        if name == "int8":
+            bits = facts.four_bit_share * FOUR_BIT_BITS + (1 - facts.four_bit_share) * bits
+        elif name == "fp8":
+            bits = facts.layers_share * FLOAT8_BITS + (1 - facts.layers_share) * FLOAT_BITS
+        return name, bits
 
     def _head_bytes(self, head_dim: int) -> int:
         """Bytes of a token's head in the cache."""
@@ -146,17 +165,11 @@ def held_form(path: Path | None, config: EngineConfig, device: str) -> tuple[str
     return _form(config, device, is_in_blocks=stored_form(path) < 16)
 
 
-def _held(facts: ModelFacts, config: EngineConfig, device: str) -> tuple[str, float]:
-    """The same by the types of a file's tensors."""
-    name, bits = _form(config, device, is_in_blocks=facts.is_in_blocks)
-    if name == "int8":
-        bits = facts.four_bit_share * FOUR_BIT_BITS + (1 - facts.four_bit_share) * bits
-    return name, bits
-
-
 def _form(config: EngineConfig, device: str, *, is_in_blocks: bool) -> tuple[str, float]:
     if config.quantization == "q4":
         return "q4", Q4_BITS
+    if config.quantization == "fp8":
+        return "fp8", _FLOAT8_MEAN
     is_on_cpu, is_open = device == "cpu", config.dtype == "auto"
     is_kept = is_open and (is_on_cpu or is_in_blocks)
     if config.quantization == "int8" or (config.quantization == "auto" and is_kept):
