@@ -127,7 +127,7 @@ def _taking_turns(first: WeightSlot, second: WeightSlot, rows: int) -> WeightSlo
             count = min(rows - place, len(stored.blocks) - done)
             slot = (first, second)[turn % 2]
             assert slot.load_stored is not None, slot.name
-            part = StoredRows(stored.kind, stored.blocks[done : done + count])
+            part = replace(stored, blocks=stored.blocks[done : done + count])
             slot.load_stored(part, turn // 2 * rows + place)
             done += count
 
