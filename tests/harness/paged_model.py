@@ -274,6 +274,7 @@ def build(
     ops: LayerOps | None = None,
     recurrent: GatedDeltaNet | None = None,
     make_experts: MakeExperts | None = None,
+    keeps_floats: bool = False,
 ) -> CausalDecoder:
     """recurrent: for a model with recurrent layers; None: the form in torch."""
     if recurrent is None and (shape := delta_shape(config)) is not None:
@@ -290,6 +291,7 @@ def build(
         ops=ops or TorchOps(),
         recurrent=recurrent,
         make_experts=make_experts,
+        keeps_floats=keeps_floats,
     )
 
 
@@ -299,6 +301,7 @@ def load(
     quantization: str | None = None,
     ops: LayerOps | None = None,
     cpu_experts: CpuExperts | None = None,
+    keeps_floats: bool = False,
 ) -> CausalDecoder:
     """A model in float32 from a folder or a GGUF file, ready to run. cpu_experts: with a number."""
     checkpoint = open_checkpoint(path)
@@ -307,6 +310,7 @@ def load(
         quantization=quantization,
         ops=ops,
         make_experts=None if cpu_experts is None else cpu_experts.make,
+        keeps_floats=keeps_floats,
     )
     load_weights(model, checkpoint)
     checkpoint.close()

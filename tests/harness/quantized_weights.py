@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,16 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def quantize_folder(
-    source: Path, target: Path, config: Mapping[str, Any], write: Write
+    source: Path,
+    target: Path,
+    config: Mapping[str, Any],
+    write: Write,
+    modules: Collection[str] = MODULES,
+    floats: str = "",
 ) -> tuple[Path, Path]:
     """Copies of a model whose linear layers are quantised, and whose layers have the values that
-    the quantised ones stand for."""
+    the quantised ones stand for. modules: ends of their names. floats: the start of the names of
+    those that stay floats."""
     twin = target.with_name(target.name + "-twin")
     for folder in (target, twin):
         shutil.copytree(source, folder)
@@ -37,7 +43,8 @@ def quantize_folder(
     quantized, plain = dict(weights), dict(weights)
     for name, weight in weights.items():
         stem, _, end = name.rpartition(".")
-        if end == "weight" and stem.rpartition(".")[2] in MODULES:
+        is_kept = bool(floats) and name.startswith(floats)
+        if end == "weight" and stem.rpartition(".")[2] in modules and not is_kept:
             tensors, values = write(weight.float())
             del quantized[name]
             quantized |= {f"{stem}.{role}": t.contiguous() for role, t in tensors.items()}

@@ -198,7 +198,9 @@ class LocalShelf:
         memory = None if client is None else client.model.memory
         device = "cpu" if client is None else client.model.device
         if memory is None:
-            return Machine(self._holder.config, device, None, bytes_per_s=rate)
+            return Machine(
+                self._holder.config, device, None, bytes_per_s=rate, has_float8=_has_float8(device)
+            )
         steps = memory.activations_bytes + memory.graphs_bytes + memory.workspace_bytes
         own = memory.weights_bytes + steps + memory.kv_cache_bytes
         room = own + memory.free_below_limit_bytes
@@ -207,7 +209,8 @@ class LocalShelf:
             from termgen.engine.device.runner.memory import HostMeter  # torch, which is loaded
 
             main = HostMeter().free_and_total()[0]
-        return Machine(self._holder.config, device, room, steps, rate, main)
+        has_float8 = _has_float8(device)
+        return Machine(self._holder.config, device, room, steps, rate, main, has_float8)
 
     async def _memory_rate(self) -> float | None:
         """The rate of the engine's memory. A CPU's is measured the first time that the engine has
@@ -338,6 +341,15 @@ def _weights_words(number: int) -> str:
     if number >= 10**9:
         return f"{number / 1e9:.1f}B weights"
     return f"{number / 1e6:.0f}M weights" if number else ""
+
+
+def _has_float8(device: str) -> bool:
+    """True for a GPU that multiplies 8-bit floats. An engine on it has loaded torch."""
+    if not device.startswith("cuda"):
+        return False
+    from termgen.engine.device.kernels import has_float8
+
+    return has_float8(device)
 
 
 def _of_hub_file(name: str, file: hub.HubFile, machine: Machine) -> ModelChoice:

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from termgen.engine.device.config.config_reader import ConfigReader
 from termgen.engine.device.config.model_config import ModelConfig, is_known
+from termgen.engine.device.config.stored_weights import KEYS, are_float8
 from termgen.engine.gguf.gguf_file import GGUFFile
 from termgen.errors import ModelError
 from termgen.library.user_cache import UserCache, digest
@@ -26,7 +28,7 @@ FLOAT_TYPES = frozenset({"F32", "F16", "BF16", "F64"})
 OF_TRANSFORMERS = "run by the code of transformers, if that can"
 TEMPLATE_KEY = "tokenizer.chat_template"
 MAX_SETTINGS_BYTES = 1 << 24
-FORMAT = 3
+FORMAT = 4
 """Changes with what is kept."""
 _KEPT = UserCache("model-facts", most_entries=1000)
 
@@ -50,6 +52,10 @@ class ModelFacts:
     """Part of them that is in blocks of 4 bits which stay so in memory."""
     is_in_blocks: bool = False
     """True if most of them are in quantised blocks."""
+    layers_share: float = 1.0
+    """Part of them that is neither in tables of embeddings nor in heads."""
+    are_float8: bool = False
+    """True if matrices of layers are 8-bit floats which a GPU may keep."""
     is_base: bool = False
     """True without a chat template."""
     kv_layers: tuple[tuple[int, int, int], ...] = ()
@@ -101,7 +107,9 @@ def _read(path: Path, source: Path) -> ModelFacts:
             is_base, kind = not _has_template(source.parent), _method(raw)
             if not is_known(raw):
                 return ModelFacts(note=OF_TRANSFORMERS, quantization=kind, is_base=is_base)
-            return _of_config(parse_config(raw, source), quantization=kind, is_base=is_base)
+            config = parse_config(raw, source)
+            in_float8 = config.moe is None and are_float8(ConfigReader(_quantized_part(raw)))
+            return _of_config(config, quantization=kind, are_float8=in_float8, is_base=is_base)
         return _of_gguf(path)
     except ModelError as error:
         # the line shows the file already
@@ -144,6 +152,7 @@ def _of_config(config: ModelConfig, **of_file: Any) -> ModelFacts:
         num_parameters=total,
         experts_share=_routed(config) / max(total, 1),
         active_share=1.0 - _unread(config) / max(total, 1),
+        layers_share=1.0 - _in_tables(config) / max(total, 1),
         kv_layers=layers,
         context=config.max_position_embeddings,
         **of_file,
@@ -153,9 +162,8 @@ def _of_config(config: ModelConfig, **of_file: Any) -> ModelFacts:
 def _unread(config: ModelConfig) -> int:
     """Parameters that a step of one token does not read: rows of tables that are only looked up,
     and experts that the token does not go to."""
-    unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    if (inputs := config.per_layer_inputs) is not None:
-        unread += inputs.vocab_size * config.num_layers * inputs.size
+    head = config.vocab_size * config.hidden_size
+    unread = _in_tables(config) - head
     if (moe := config.moe) is not None:
         idle = moe.num_experts - moe.num_experts_per_tok
         unread += _routed(config) * idle // moe.num_experts
@@ -168,6 +176,22 @@ def _routed(config: ModelConfig) -> int:
         return 0
     of_expert = 3 * moe.intermediate_size * config.hidden_size
     return len(moe.sparse_layers) * moe.num_experts * of_expert
+
+
+def _in_tables(config: ModelConfig) -> int:
+    """Parameters of tables of embeddings, and of the head."""
+    num_alike = 1 if config.tie_word_embeddings else 2
+    total = num_alike * config.vocab_size * config.hidden_size
+    if (inputs := config.per_layer_inputs) is not None:
+        total += inputs.vocab_size * config.num_layers * inputs.size
+    return total
+
+
+def _quantized_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that says how weights are stored."""
+    inner = raw.get("text_config")
+    parts = (raw, inner if isinstance(inner, dict) else {})
+    return next((part for part in parts if any(part.get(key) for key in KEYS)), raw)
 
 
 def _has_template(folder: Path) -> bool:

@@ -21,6 +21,10 @@ FLUENT_TOKENS_PER_S = 10.0
 """A model is quick enough to read along from this rate on."""
 Q4_BITS, INT8_BITS, FOUR_BIT_BITS = 5.5, 9.0, 5.0
 """Bits of a weight in memory: of --quantization q4, of int8, and of blocks of 4 bits that stay."""
+FLOAT8_BITS, FLOAT_BITS = 8.0, 16.0
+"""The same with fp8: of layers, and of tables and heads."""
+_FLOAT8_MEAN = 9.0
+"""Where the size of tables and heads is not known."""
 _GGUF_BITS = re.compile(r"(?:^|[^a-z])(?:i?q(\d)|(b?f16)|(f32))(?![0-9])", re.IGNORECASE)
 _STORED_BITS_OF_Q4 = 4.6
 _HELD_BITS_OF_Q4_K_M = 5.8
@@ -41,6 +45,8 @@ class Machine:
     """Rate of the memory; None: not measured."""
     main_bytes: int = 0
     """Free main memory beside a GPU, for experts that do not fit."""
+    has_float8: bool = False
+    """True if the device multiplies 8-bit floats."""
 
     def needs(self, facts: ModelFacts | None, path: Path | None, size: int) -> Needs:
         """size: bytes of the file. facts: None where the file is not on this machine; its name
@@ -50,7 +56,7 @@ class Machine:
         if facts is None or not facts.num_parameters:
             facts = ModelFacts()
         else:
-            held_as, bits = _held(facts, self.config, self.device)
+            held_as, bits = self._held(facts)
             weights = int(facts.num_parameters * bits / 8)
         context = min(self.config.max_model_len or facts.context, facts.context)
         step_bytes = weights * facts.active_share
@@ -79,6 +85,19 @@ class Machine:
         experts = int(weights * experts_share)
         missing = max(0, weights + working - self.room_bytes)
         return missing if missing <= experts <= self.main_bytes else 0
+
+    def _held(self, facts: ModelFacts) -> tuple[str, float]:
+        """The type that weights have in memory, and its bits for each of them, by the types in the
+        file."""
+        is_open = self.config.quantization == "auto" and self.config.dtype == "auto"
+        name, bits = _form(self.config, self.device, is_in_blocks=facts.is_in_blocks)
+        if is_open and self.has_float8 and facts.are_float8:
+            name = "fp8"
+        if name == "int8":
+            bits = facts.four_bit_share * FOUR_BIT_BITS + (1 - facts.four_bit_share) * bits
+        elif name == "fp8":
+            bits = facts.layers_share * FLOAT8_BITS + (1 - facts.layers_share) * FLOAT_BITS
+        return name, bits
 
     def _head_bytes(self, head_dim: int) -> int:
         """Bytes of a token's head in the cache."""
@@ -163,17 +182,11 @@ def held_form(path: Path | None, config: EngineConfig, device: str) -> tuple[str
     return _form(config, device, is_in_blocks=stored_form(path) < 16)
 
 
-def _held(facts: ModelFacts, config: EngineConfig, device: str) -> tuple[str, float]:
-    """The same by the types of a file's tensors."""
-    name, bits = _form(config, device, is_in_blocks=facts.is_in_blocks)
-    if name == "int8":
-        bits = facts.four_bit_share * FOUR_BIT_BITS + (1 - facts.four_bit_share) * bits
-    return name, bits
-
-
 def _form(config: EngineConfig, device: str, *, is_in_blocks: bool) -> tuple[str, float]:
     if config.quantization == "q4":
         return "q4", Q4_BITS
+    if config.quantization == "fp8":
+        return "fp8", _FLOAT8_MEAN
     is_on_cpu, is_open = device == "cpu", config.dtype == "auto"
     is_kept = is_open and (is_on_cpu or is_in_blocks)
     if config.quantization == "int8" or (config.quantization == "auto" and is_kept):

@@ -123,6 +123,30 @@ def test_a_damaged_config_is_a_problem(tmp_path: Path, content: str) -> None:
     assert model_facts(tmp_path / "m").problem
 
 
+@pytest.mark.parametrize(
+    ("config", "stored", "found"),
+    [
+        (LLAMA, {"quant_method": "fp8", "weight_block_size": [128, 128]}, True),
+        (LLAMA, {"quant_method": "fp8"}, True),
+        (LLAMA, {"quant_method": "fp8", "weight_block_size": [128, 96]}, False),
+        (LLAMA, {"quant_method": "fbgemm_fp8"}, True),
+        (LLAMA, {"quant_method": "modelopt", "quant_algo": "FP8"}, True),
+        (LLAMA, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, False),
+        (LLAMA, {"quant_method": "compressed-tensors", "format": "float-quantized"}, True),
+        (LLAMA, {"quant_method": "compressed-tensors", "format": "pack-quantized"}, False),
+        (LLAMA, {"quant_method": "awq", "version": "gemm"}, False),
+        (MIXTRAL, {"quant_method": "fp8"}, False),
+    ],
+)
+def test_folders_of_8_bit_floats(
+    tmp_path: Path, config: dict[str, Any], stored: dict[str, Any], found: bool
+) -> None:
+    facts = model_facts(put(tmp_path / "m", {**config, "quantization_config": stored}))
+    assert facts.are_float8 == found and not facts.problem
+    tables = 64 * 1000 * (1 if config["tie_word_embeddings"] else 2)
+    assert facts.layers_share == pytest.approx(1 - tables / facts.num_parameters)
+
+
 def test_other_architectures_are_left_to_transformers(tmp_path: Path) -> None:
     facts = model_facts(put(tmp_path / "m", {"architectures": ["GPT2LMHeadModel"]}))
     assert facts == ModelFacts(note=OF_TRANSFORMERS, quantization="16 bit", is_base=True)

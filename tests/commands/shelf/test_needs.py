@@ -62,6 +62,30 @@ def test_settings_count(device: str, config: dict[str, str], weights: float, kv:
     assert needs.kv_bytes == 10 * 2048 * 8192 * kv
 
 
+@pytest.mark.parametrize(
+    ("device", "has_float8", "config", "held_as", "weights"),
+    [
+        ("cuda:0", True, {}, "fp8", 8 * 0.9 + 16 * 0.1),
+        ("cuda:0", False, {}, "16-bit floats", 16),
+        ("cuda:0", True, {"dtype": "bfloat16"}, "16-bit floats", 16),
+        ("cuda:0", True, {"quantization": "none"}, "16-bit floats", 16),
+        ("cuda:0", True, {"quantization": "int8"}, "int8", 9),
+        ("cpu", False, {}, "int8", 9),
+    ],
+)
+def test_8_bit_floats_stay_so_where_a_gpu_has_them(
+    device: str, has_float8: bool, config: dict[str, str], held_as: str, weights: float
+) -> None:
+    facts = replace(FACTS, is_in_blocks=False, four_bit_share=0, layers_share=0.9, are_float8=True)
+    one = replace(machine(device, **config), has_float8=has_float8)
+    needs = one.needs(facts, Path("folder"), 5 * GB)
+    assert needs.held_as == held_as and needs.weights_bytes == int(8 * GB * weights / 8)
+    asked = replace(machine("cuda:0", quantization="fp8"), has_float8=True)
+    plain = asked.needs(replace(facts, are_float8=False), Path("folder"), 5 * GB)
+    assert plain.held_as == "fp8" and plain.weights_bytes == int(GB * (8 * 0.9 + 16 * 0.1))
+    assert asked.needs(None, None, 16).weights_bytes == 9
+
+
 def test_a_shorter_context_and_no_facts() -> None:
     needs = machine(max_model_len=100).needs(FACTS, Path("m.gguf"), 5 * GB)
     assert needs.context == 100 and needs.kv_bytes == 10 * 2048 * 100 * 4

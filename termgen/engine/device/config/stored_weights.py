@@ -33,6 +33,14 @@ _FORMAT_KEYS = {
     "modelopt": ("quant_algo",),
 }
 """The keys that name a format; the first that is there counts."""
+_FLOAT8_FORMATS = {
+    "compressed-tensors": "float-quantized",
+    "fbgemm_fp8": "fbgemm_fp8",
+    "modelopt": "fp8",
+}
+"""The formats in which matrices are 8-bit floats."""
+FLOAT8_RUN, FLOAT8_COLUMNS = 16, 128
+"""Rows and columns, of which those of a block are multiples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,19 @@ def read_stored_weights(read: ConfigReader) -> StoredWeights | None:
     )
 
 
+def are_float8(read: ConfigReader) -> bool:
+    """True for matrices of layers in 8-bit floats, in blocks that a GPU's kernels take."""
+    stored = read_stored_weights(read)
+    if stored is None:
+        return False
+    if stored.method == "fp8":
+        rows, columns = stored.block or (FLOAT8_RUN, FLOAT8_COLUMNS)
+        return rows % FLOAT8_RUN == 0 and columns % FLOAT8_COLUMNS == 0
+    key = next(key for key in KEYS if read.get(key) is not None)
+    form = _format(ConfigReader(read.get(key), prefix=key), stored.method).lower()
+    return form == _FLOAT8_FORMATS.get(stored.method)
+
+
 def check_stored_weights(read: ConfigReader, architecture: str) -> None:
     """Raises UnsupportedModelError for weights that this architecture cannot have."""
     stored = read_stored_weights(read)
@@ -92,6 +113,8 @@ def _unsupported(key: str, method: str | None) -> UnsupportedModelError:
 
 
 def _format(own: ConfigReader, method: str) -> str:
+    if method not in _FORMATS:
+        return method
     for key in _FORMAT_KEYS[method]:
         if own.get(key) is not None:
             return own.text(key, default="")

@@ -46,3 +46,9 @@ def why_unusable(device: torch.device, *, dtype: torch.dtype | None = None) -> s
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
         )
     return ""
+
+
+def has_float8(device: str) -> bool:
+    """True if kernels can run here with weights in 8-bit floats. device: as torch calls it."""
+    gpu = torch.device(device)
+    return torch.cuda.is_available() and not why_unusable(gpu, dtype=torch.float8_e4m3fn)

@@ -14,3 +14,5 @@ class StoredRows:
     kind: str
     """Name of the block type, as GGUF has it."""
     blocks: torch.Tensor  # [rows, blocks of a row, bytes of a block] uint8
+    order: torch.Tensor | None = None  # [columns] int64
+    """The column of the matrix that each stored one is, where they are in another order."""

@@ -28,7 +28,9 @@ __all__ = [
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _TABLES = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "lm_head.weight")
-"""Ends of the names of matrices that stay floats beside layers of 8-bit floats."""
+"""Ends of the names of matrices that are no layer's."""
+_EXPERTS = ".experts."
+"""A part of the names of matrices of experts, whose columns are in their order."""
 
 
 def open_checkpoint(path: Path | str, *, mtp: bool = False) -> Checkpoint:
@@ -51,9 +53,10 @@ def open_checkpoint(path: Path | str, *, mtp: bool = False) -> Checkpoint:
 
 def kept_form(path: Path | str) -> str | None:
     """The quantization that keeps a model's matrices as a file has them, exactly or nearly so:
-    "int8" if most numbers are in blocks of integers, or of floats of 4 bits; "fp8" if those of all
-    layers are 8-bit floats, for others would be rounded; None for floats."""
+    "int8" if most numbers are in blocks of integers, or of floats of 4 bits; "fp8" if most of those
+    in layers are 8-bit floats; None for floats."""
     from termgen.engine.device.loader.weights import StoredSource
+    from termgen.engine.device.quantization.affine_blocks import ORDERED_GROUPS
     from termgen.engine.device.quantization.stored_matrices import FLOAT8_KINDS
 
     in_blocks = others = in_float8 = in_layers = 0
@@ -66,7 +69,8 @@ def kept_form(path: Path | str) -> str | None:
             kind, count = checkpoint.kind(name), math.prod(shape)
             if kind in FLOAT8_KINDS:
                 in_float8 += count
-            if kind in (None, *_FLOATS, *FLOAT8_KINDS):
+            is_rounded = kind == ORDERED_GROUPS and _EXPERTS in name
+            if is_rounded or kind in (None, *_FLOATS, *FLOAT8_KINDS):
                 others += count
             else:
                 in_blocks += count
@@ -74,4 +78,4 @@ def kept_form(path: Path | str) -> str | None:
                 in_layers += count
     if in_blocks > others:
         return "int8"
-    return "fp8" if in_float8 and in_float8 >= in_layers else None
+    return "fp8" if 2 * in_float8 > in_layers else None

@@ -17,7 +17,11 @@ import torch
 
 from termgen.engine.device.config.stored_weights import StoredWeights
 from termgen.engine.device.layers.stored_rows import StoredRows
-from termgen.engine.device.quantization.affine_blocks import GROUPS, GROUPS_BLOCK
+from termgen.engine.device.quantization.affine_blocks import (
+    GROUPS,
+    GROUPS_BLOCK,
+    ORDERED_GROUPS,
+)
 from termgen.engine.device.quantization.stored_matrices import (
     FLOAT8_RUN,
     WORD_BITS,
@@ -87,37 +91,50 @@ class QuantizedTensor:
         for first in range(0, num_rows, step):
             yield self.matrix.rows(tensors, first, min(first + step, num_rows))
 
-    def integers_in_order(self, read: Read) -> bool:
-        """True if the numbers are integers whose groups are runs of whole blocks of columns."""
+    def _groups_kind(self, read: Read) -> str | None:
+        """A kind of integers, if all groups have the same number of whole blocks of columns."""
         matrix = self.matrix
-        if not isinstance(matrix, PackedRows | PackedColumns):
-            return False
-        size, rest = divmod(matrix.shape[1], matrix.num_groups)
+        assert isinstance(matrix, PackedRows | PackedColumns)
+        num_columns = matrix.shape[1]
+        size, rest = divmod(num_columns, matrix.num_groups)
         if rest or size % GROUPS_BLOCK:
-            return False
+            return None
+        groups = self._groups(read)
+        runs = torch.arange(num_columns) // size
+        if groups is None or torch.equal(groups, runs):
+            return GROUPS
+        return ORDERED_GROUPS if torch.equal(groups.sort().values, runs) else None
+
+    def _groups(self, read: Read) -> torch.Tensor | None:
+        """The group of each column; None: they are runs."""
         name = self.members.get("g_idx", self.members.get("weight_g_idx"))
-        runs = (torch.arange(matrix.shape[1]) // size).int()
-        return name is None or torch.equal(read(name), runs)
+        return None if name is None else read(name).long()
 
     def kind(self, read: Read) -> str | None:
         """The kind of rows that `stored` gives; None if there are only numbers to be had."""
         if isinstance(self.matrix, ScaledNumbers):
             is_kept = self.dtype == _KEPT_FLOATS and "zero_point" not in self.members
             return self.matrix.float8_kind if is_kept and self.num_experts is None else None
-        return GROUPS if self.integers_in_order(read) else None
+        is_integer = isinstance(self.matrix, PackedRows | PackedColumns)
+        return self._groups_kind(read) if is_integer else None
 
     def stored(self, read: Read) -> Iterator[StoredRows]:
-        """Some rows at a time, of integers in order or of 8-bit floats."""
+        """Some rows at a time, of integers in groups or of 8-bit floats."""
         if isinstance(self.matrix, ScaledNumbers):
             yield from self._floats8(self.matrix, read)
             return
         assert isinstance(self.matrix, PackedRows | PackedColumns)
+        order = None
+        if self._groups_kind(read) == ORDERED_GROUPS:
+            groups = self._groups(read)
+            assert groups is not None
+            order = groups.argsort(stable=True)
         tensors = {role: read(name) for role, name in self.members.items()}
         num_rows, num_columns = self.matrix.shape
         step = max(1, PART_NUMBERS // num_columns)
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
-            yield kept(self.matrix.integers(tensors, first, last))
+            yield kept(self.matrix.integers(tensors, first, last), order)
 
     def _floats8(self, matrix: ScaledNumbers, read: Read) -> Iterator[StoredRows]:
         tensors = {role: read(name) for role, name in self.members.items()}

@@ -96,7 +96,7 @@ def _in_halves(slot: WeightSlot, head_dim: int) -> WeightSlot:
         parts.append(rows.blocks)
         if first + len(rows.blocks) == slot.shape[0]:  # a part may end inside a head
             assert slot.load_stored is not None
-            slot.load_stored(StoredRows(rows.kind, in_halves(torch.cat(parts))), 0)
+            slot.load_stored(replace(rows, blocks=in_halves(torch.cat(parts))), 0)
             parts.clear()
 
     return replace(slot, load=load, load_rows=None, load_stored=load_stored)

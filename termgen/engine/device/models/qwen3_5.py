@@ -19,6 +19,7 @@ from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels.recurrent.layout import CONV_TAPS
 from termgen.engine.device.layers.linear import Build, Linear
 from termgen.engine.device.layers.norm import HeadNorm
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter, parameter_slot
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 from termgen.engine.device.models.mlp import GatedMLP, SparseMoe
@@ -112,15 +113,27 @@ class Qwen3_5Layer(_Layer):
 
 def _taking_turns(first: WeightSlot, second: WeightSlot, rows: int) -> WeightSlot:
     """A slot under the first one's name for a tensor where so many rows of one and of the other
-    take turns."""
+    take turns. Stored rows come in parts of any size."""
 
     def load(tensor: torch.Tensor) -> None:
         pairs = tensor.view(-1, 2, rows, *tensor.shape[1:])
         first.load(pairs[:, 0].flatten(0, 1))
         second.load(pairs[:, 1].flatten(0, 1))
 
+    def load_stored(stored: StoredRows, begin: int) -> None:
+        done = 0
+        while done < len(stored.blocks):
+            turn, place = divmod(begin + done, rows)
+            count = min(rows - place, len(stored.blocks) - done)
+            slot = (first, second)[turn % 2]
+            assert slot.load_stored is not None, slot.name
+            part = replace(stored, blocks=stored.blocks[done : done + count])
+            slot.load_stored(part, turn // 2 * rows + place)
+            done += count
+
     shape = (first.shape[0] + second.shape[0], *first.shape[1:])
-    return WeightSlot(first.name, shape, first.role, load)
+    kinds = first.kinds & second.kinds
+    return WeightSlot(first.name, shape, first.role, load, None, kinds, load_stored)
 
 
 class Qwen3_5DeltaLayer(_Layer):

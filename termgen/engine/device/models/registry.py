@@ -65,6 +65,7 @@ LINEAR_METHODS = {
 _BYTES = {"int8": 1.0, "q4": 0.6}
 """Bytes of a parameter on a CPU, not much more than there are."""
 _GROUPS_ON_A_GPU = "termgen.engine.device.quantization.int8_groups:GroupLinears"
+_MIXED_FLOAT8 = "termgen.engine.device.quantization.mixed_float8:MixedFloat8Linears"
 _EXPERTS_ON_A_CPU = "termgen.engine.device.quantization.block_experts:BlockExperts"
 
 
@@ -79,9 +80,11 @@ def build_model(
     tuned: Tuned | None = None,
     recurrent: GatedDeltaNet | None = None,
     make_experts: MakeExperts | None = None,
+    keeps_floats: bool = False,
 ) -> CausalDecoder:
     """A model whose parameters are allocated but not filled. tuned: products measured on this GPU.
-    make_experts: in the place of those that the quantization has.
+    make_experts: in the place of those that the quantization has. keeps_floats: with fp8, for
+    matrices that are floats of 16 bits, which are not rounded then.
 
     Raises ModelError when the config asks for more than this machine's memory.
     """
@@ -90,7 +93,13 @@ def build_model(
     if device.type == "cpu":
         check_memory(config.num_parameters * _BYTES.get(quantization or "", dtype.itemsize))
     build = make_build(
-        config, dtype=dtype, device=device, quantization=quantization, ops=ops, tuned=tuned
+        config,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        ops=ops,
+        tuned=tuned,
+        keeps_floats=keeps_floats,
     )
     if make_experts is not None:
         build = replace(build, make_experts=make_experts)
@@ -108,9 +117,10 @@ def make_build(
     quantization: str | None,
     ops: LayerOps,
     tuned: Tuned | None = None,
+    keeps_floats: bool = False,
 ) -> Build:
     """How the layers of a model, and of a head that drafts for it, store and multiply weights.
-    Raises ConfigError."""
+    keeps_floats: as of `build_model`. Raises ConfigError."""
     if quantization not in LINEAR_METHODS:
         known = ", ".join(name for name in LINEAR_METHODS if name)
         raise ConfigError(
@@ -137,8 +147,10 @@ def make_build(
                 "quantization fp8 covers no mixtures of experts; int8 and q4 do",
                 param="quantization",
             )
-        floats = _linear_method(None, device, tuned)
-        return Build(dtype, device, _linear_method("fp8", device)(), ops, table_method=floats)
+        floats, method = _linear_method(None, device, tuned), _linear_method("fp8", device)()
+        if keeps_floats:
+            method = resolve_name(_MIXED_FLOAT8)(method, floats)
+        return Build(dtype, device, method, ops, table_method=floats)
     method = _linear_method(quantization, device, tuned)
     make_experts = None
     if quantization is not None:

@@ -24,6 +24,8 @@ COARSE = 17
 """Levels between the numbers of four bits: 255 / 15."""
 GROUPS = "GROUPS"
 """Kind of integers of up to 8 bits: 32 bytes of numbers, their scale and their offset."""
+ORDERED_GROUPS = "ORDERED_GROUPS"
+"""Kind of the same in another order of columns, in which neighbours share a scale."""
 GROUPS_BLOCK = BLOCK
 _LOWEST = 127
 """Added to what the four bits of IQ4_NL and IQ4_XS stand for, all are positive."""
@@ -39,7 +41,8 @@ class Affine(NamedTuple):
 
 def affine(rows: StoredRows) -> Affine:
     """The blocks of 32 numbers of all rows, one after another."""
-    return _EXPANDERS[rows.kind](rows.blocks.flatten(0, 1))
+    kind = GROUPS if rows.kind == ORDERED_GROUPS else rows.kind
+    return _EXPANDERS[kind](rows.blocks.flatten(0, 1))
 
 
 def _float16(blocks: torch.Tensor, start: int) -> torch.Tensor:

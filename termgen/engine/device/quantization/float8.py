@@ -87,6 +87,10 @@ class Float8Linear(nn.Module):
         self.words[here].copy_(pack(padded.view(FLOAT8)))
         self._begin_rows(first_row)
         if rows.kind == FLOAT8_BLOCKS:
+            # Rows that a family has in another order may share none.
+            own = scale[:: self._block_rows].repeat_interleave(self._block_rows, 0)
+            if not torch.equal(own[: len(scale)], scale):
+                self._begin_rows(1)
             self.scale[here] = 1.0
             self._keep_blocks(scale, first_row)
         else:

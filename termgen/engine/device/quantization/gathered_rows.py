@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,7 @@ class RoundedLinear(nn.Module):
             if rows.kind in ROUNDED:
                 self.load_rows(expanded(rows.kind, here), first_row)
             else:
-                part = affine(StoredRows(rows.kind, here))
+                part = affine(replace(rows, blocks=here))
                 self._add(keep_rows(*part, len(blocks), self.num_bits), first_row)
             first_row += len(blocks)
 

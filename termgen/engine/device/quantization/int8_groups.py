@@ -26,8 +26,10 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (
 )
 from termgen.engine.device.kernels.launch import shared_bytes
 from termgen.engine.device.layers.linear import Build, LinearMethod, LinearSpec
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.triton_ops import SharedWorkspace
 from termgen.engine.device.native.int8_blocks import Quantized
+from termgen.engine.device.quantization.affine_blocks import ORDERED_GROUPS
 from termgen.engine.device.quantization.gathered_rows import RoundedLinear
 from termgen.engine.device.quantization.group_experts import GroupExperts
 
@@ -77,35 +79,63 @@ class _Run(NamedTuple):
     first: int
     end: int
     num_bits: int
+    order: int
+    """Which of `GroupLinear.orders` its columns have."""
     words: nn.Parameter
     pairs: nn.Parameter
     configs: dict[int, SmallGemmConfig]
 
 
 class GroupLinear(RoundedLinear):
-    """LinearMethod: 8 or 4 bits a number, and 32 bits for every 32 of them."""
+    """LinearMethod: 8 or 4 bits a number, and 32 bits for every 32 of them. Rows of a file with
+    groups in disorder have their columns in the order of groups, and meet x in that order."""
 
+    kinds = RoundedLinear.kinds | {ORDERED_GROUPS}
     part_numbers = _PART_NUMBERS
 
     def __init__(self, spec: LinearSpec, shared: SharedWorkspace) -> None:
         super().__init__(spec)
         self._shared = shared
         self._runs: list[_Run] = []
+        self.orders: list[torch.Tensor | None] = [None]
+        """The columns of x that those of some rows meet; None: they are in their order."""
+        self._ordered: list[tuple[int, int, int]] = []
+        """(first row, end, order) of rows that were loaded in another order."""
+
+    def load_stored(self, rows: StoredRows, first_row: int) -> None:
+        if rows.order is not None:
+            order = self._number_of(rows.order)
+            self._ordered.append((first_row, first_row + len(rows.blocks), order))
+        super().load_stored(rows, first_row)
+
+    def _number_of(self, order: torch.Tensor) -> int:
+        """Its place among the orders: x is brought into equal ones once."""
+        here = order.to(self._spec.device)
+        for number, known in enumerate(self.orders):
+            if known is not None and torch.equal(known, here):
+                return number
+        self.register_buffer(f"order_{len(self.orders)}", here)  # counts as a weight
+        self.orders.append(here)
+        return len(self.orders) - 1
 
     def _keep(self, whole: Quantized) -> None:
         self.row_scale = nn.Parameter(whole.row_scale, requires_grad=False)
-        for first, end, num_bits in widths(whole.numbers):
-            columns = (end - first, self._spec.in_features)
-            words = nn.Parameter(pack(whole.numbers[first:end], num_bits), requires_grad=False)
-            scale, low = whole.scale[first:end], whole.low[first:end]
-            pairs = nn.Parameter(pack_pairs(scale, low, num_bits), requires_grad=False)
-            configs = {band: choose(band, *columns, num_bits, self._spec) for band in BANDS}
-            for config in configs.values():
-                self._shared.reserve(config, end - first)
-            run = _Run(first, end, num_bits, words, pairs, configs)
-            self.register_parameter(f"words_{len(self._runs)}", words)
-            self.register_parameter(f"pairs_{len(self._runs)}", pairs)
-            self._runs.append(run)
+        for first, end, order in in_one_order(self._ordered, self._spec.out_features):
+            for begin, last, num_bits in widths(whole.numbers[first:end]):
+                self._keep_run(whole, first + begin, first + last, num_bits, order)
+
+    def _keep_run(self, whole: Quantized, first: int, end: int, num_bits: int, order: int) -> None:
+        columns = (end - first, self._spec.in_features)
+        words = nn.Parameter(pack(whole.numbers[first:end], num_bits), requires_grad=False)
+        scale, low = whole.scale[first:end], whole.low[first:end]
+        pairs = nn.Parameter(pack_pairs(scale, low, num_bits), requires_grad=False)
+        configs = {band: choose(band, *columns, num_bits, self._spec) for band in BANDS}
+        for config in configs.values():
+            self._shared.reserve(config, end - first)
+        run = _Run(first, end, num_bits, order, words, pairs, configs)
+        self.register_parameter(f"words_{len(self._runs)}", words)
+        self.register_parameter(f"pairs_{len(self._runs)}", pairs)
+        self._runs.append(run)
 
     def finalize(self) -> None:
         assert self._runs, "not all rows were loaded"
@@ -116,12 +146,13 @@ class GroupLinear(RoundedLinear):
         if not 0 < num_rows <= BANDS[-1]:
             self._multiply_wide(x, bias, out)
             return out
+        inputs = self._in_orders(x)
         band = next(rows for rows in BANDS if rows >= num_rows)
         workspace = self._shared.on(x.device)
         for run in self._runs:
             rows = slice(run.first, run.end)
             group_gemm(
-                *(x, run.words, run.pairs, self.row_scale[rows]),
+                *(inputs[run.order], run.words, run.pairs, self.row_scale[rows]),
                 None if bias is None else bias[rows],
                 num_bits=run.num_bits,
                 config=run.configs[band],
@@ -130,14 +161,17 @@ class GroupLinear(RoundedLinear):
             )
         return out
 
+    def _in_orders(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x if order is None else x.index_select(1, order) for order in self.orders]
+
     def _multiply_wide(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        spec = self._spec
+        spec, inputs = self._spec, self._in_orders(x)
         step = max(1, _PART_NUMBERS // spec.in_features)
         for run in self._runs:
             for first in range(run.first, run.end, step):
                 end = min(first + step, run.end)
                 weight = self._widen(run, slice(first - run.first, end - run.first), x.dtype)
-                torch.mm(x, weight.T, out=out[:, first:end])
+                torch.mm(inputs[run.order], weight.T, out=out[:, first:end])
         if bias is not None:
             out += bias
 
@@ -147,6 +181,8 @@ class GroupLinear(RoundedLinear):
         for run in self._runs:
             place = (ids - run.first).clamp(0, run.end - run.first - 1)
             rows = self._widen(run, place, self._spec.dtype)
+            if (order := self.orders[run.order]) is not None:
+                rows = torch.empty_like(rows).index_copy_(1, order, rows)
             is_here = (ids >= run.first)[:, None]
             found = rows if found is None else torch.where(is_here, rows, found)
         assert found is not None, "not finalized"
@@ -163,6 +199,22 @@ class Group4Linear(GroupLinear):
     """LinearMethod: 4 bits a number, and 32 bits for every 32 of them."""
 
     num_bits = 4
+
+
+def in_one_order(ordered: list[tuple[int, int, int]], num_rows: int) -> list[tuple[int, int, int]]:
+    """Runs (first row, end, order) of all rows, of neighbours with one order. ordered: those with
+    another order than 0, in parts."""
+    parts, done = [], 0
+    for first, end, order in sorted(ordered):
+        parts += [(done, first, 0)] if done < first else []
+        parts.append((first, end, order))
+        done = end
+    parts += [(done, num_rows, 0)] if done < num_rows else []
+    runs = []
+    for order, group in groupby(parts, key=lambda part: part[2]):
+        alike = list(group)
+        runs.append((alike[0][0], alike[-1][1], order))
+    return runs
 
 
 def widths(numbers: torch.Tensor) -> list[tuple[int, int, int]]:

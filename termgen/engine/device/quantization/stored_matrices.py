@@ -21,7 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from termgen.engine.device.layers.stored_rows import StoredRows
-from termgen.engine.device.quantization.affine_blocks import GROUPS, GROUPS_BLOCK
+from termgen.engine.device.quantization.affine_blocks import (
+    GROUPS,
+    GROUPS_BLOCK,
+    ORDERED_GROUPS,
+)
 from termgen.engine.device.quantization.mxfp4 import VALUES, ZERO_POWER
 
 WORD_BITS = 32
@@ -194,9 +198,12 @@ class FourBitFloats:
         return values
 
 
-def kept(integers: Integers) -> StoredRows:
-    """The rows with their numbers as they are: for groups of whole `GROUPS_BLOCK`s of columns."""
+def kept(integers: Integers, order: torch.Tensor | None = None) -> StoredRows:
+    """The rows with their numbers as they are: for groups of whole `GROUPS_BLOCK`s of columns.
+    order [columns]: that in which the groups are runs; None: as they are."""
     numbers, zero, scale = integers
+    if order is not None:
+        numbers = numbers.index_select(1, order)
     num_rows, num_columns = numbers.shape
     blocks = num_columns // GROUPS_BLOCK // scale.shape[1]
     low = zero.neg() * scale
@@ -204,7 +211,7 @@ def kept(integers: Integers) -> StoredRows:
     for factor in (scale, low):
         wide = factor.repeat_interleave(blocks, dim=1)
         parts.append(wide.contiguous().view(torch.uint8).view(num_rows, -1, 4))
-    return StoredRows(GROUPS, torch.cat(parts, 2))
+    return StoredRows(GROUPS if order is None else ORDERED_GROUPS, torch.cat(parts, 2), order)
 
 
 def split_float8(rows: StoredRows, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -143,6 +143,7 @@ def build_runner(
                 quantization=quantization,
                 ops=_make_ops(shape),
                 tuned=tuned,
+                keeps_floats=resolve.keeps_floats(config),
             )
             head = load_head(config, path, head_config, model, build, attention)
     memory.weights, memory.reads = weight_bytes(model), weight_reads(model, device)
@@ -347,6 +348,7 @@ def load_model(
             tuned=tuned,
             recurrent=recurrent,
             make_experts=None if cpu_experts is None else cpu_experts.make,
+            keeps_floats=resolve.keeps_floats(config),
         )
         if checkpoint is None:
             load_dummy(model, config.seed)

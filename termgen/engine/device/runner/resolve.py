@@ -121,6 +121,12 @@ def resolve_quantization(
     return form
 
 
+def keeps_floats(config: EngineConfig) -> bool:
+    """True if 16-bit matrices beside 8-bit floats stay what they are: only what was asked for is
+    rounded."""
+    return config.quantization == "auto"
+
+
 def resolve_wait(device_wait: str) -> bool:
     """True if the engine thread spins while it waits for a GPU. After sleeping its core is cold,
     and its part of a step takes twice as long (docs/performance.md)."""
