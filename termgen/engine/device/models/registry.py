@@ -65,6 +65,11 @@ LINEAR_METHODS = {
 _BYTES = {"int8": 1.0, "q4": 0.6}
 """Bytes of a parameter on a CPU, not much more than there are."""
 _GROUPS_ON_A_GPU = "termgen.engine.device.quantization.int8_groups:GroupLinears"
+_PLANNED = {
+    "int8": "termgen.engine.device.quantization.planned:PlannedGroups",
+    "q4": "termgen.engine.device.quantization.planned:PlannedGroups4",
+    "fp8": "termgen.engine.device.quantization.planned:PlannedFloat8",
+}
 _EXPERTS_ON_A_CPU = "termgen.engine.device.quantization.block_experts:BlockExperts"
 
 
@@ -94,6 +99,18 @@ def build_model(
     )
     if make_experts is not None:
         build = replace(build, make_experts=make_experts)
+    return make_model(config, build, attention, recurrent)
+
+
+def make_model(
+    config: ModelConfig,
+    build: Build,
+    attention: GroupedAttention,
+    recurrent: GatedDeltaNet | None = None,
+) -> CausalDecoder:
+    """A model whose layers are made as `build` says. Raises UnsupportedModelError."""
+    if config.architecture not in MODELS:
+        raise unsupported_architecture(config.architecture)
     model: CausalDecoder = resolve_name(MODELS[config.architecture])(
         config, build, attention, recurrent
     )
@@ -122,7 +139,7 @@ def make_build(
 
     if quantization in ("int8", "q4") and device.type == "cuda":
         check_quantization(quantization, device)
-        groups = resolve_name(_GROUPS_ON_A_GPU)()
+        groups = resolve_name(_GROUPS_ON_A_GPU)(tuned)
         is_q4 = quantization == "q4"
         return Build(
             *(dtype, device, groups.in_4_bits if is_q4 else groups, ops),
@@ -138,7 +155,8 @@ def make_build(
                 param="quantization",
             )
         floats = _linear_method(None, device, tuned)
-        return Build(dtype, device, _linear_method("fp8", device)(), ops, table_method=floats)
+        method = _linear_method("fp8", device)(tuned)
+        return Build(dtype, device, method, ops, table_method=floats)
     method = _linear_method(quantization, device, tuned)
     make_experts = None
     if quantization is not None:
@@ -150,6 +168,24 @@ def make_build(
         router_method=None if quantization is None else FloatLinear,
         table_method=_linear_method("int8", device) if quantization == "q4" else method,
     )
+
+
+def make_planned_build(
+    config: ModelConfig, *, quantization: str | None, device: torch.device, ops: LayerOps
+) -> Build:
+    """Layers without memory, which know what `device` would multiply: in the place of those of
+    `make_build`. Raises ConfigError, as that does."""
+    import torch  # seconds
+
+    from termgen.engine.device.layers.linear import Build, FloatLinear
+
+    dtype, meta = torch.bfloat16, torch.device("meta")
+    if quantization is None:
+        return Build(dtype, meta, FloatLinear, ops)
+    make_build(config, dtype=dtype, device=device, quantization=quantization, ops=ops)
+    method = resolve_name(_PLANNED[quantization])
+    of_tables = FloatLinear if quantization == "fp8" else resolve_name(_PLANNED["int8"])
+    return Build(*(dtype, meta, method, ops), router_method=FloatLinear, table_method=of_tables)
 
 
 def _linear_method(
