@@ -25,10 +25,10 @@ from termgen.errors import CorruptFileError
 require_triton()
 
 from termgen.engine.device.quantization import int8_groups  # noqa: E402
+from termgen.engine.device.quantization.column_orders import in_one_order  # noqa: E402
 from termgen.engine.device.quantization.int8_groups import (  # noqa: E402
     GroupLinear,
     GroupLinears,
-    in_one_order,
 )
 
 TinyModelDir = Callable[..., Path]
