@@ -71,12 +71,12 @@ class HostCompute:
             for job in self._jobs_of(places, num_tokens):
                 places.experts.program(ctypes.addressof(job))
             return self._out[:num_tokens].clone()
+        computes = not self.rests or torch.cuda.is_current_stream_capturing()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._take(x, codes, weights)
-            if not self.rests or torch.cuda.is_current_stream_capturing():
-                for job in self._jobs_of(places, num_tokens):
-                    call_on(self._stream, places.experts.program, ctypes.addressof(job))
+            for job in self._jobs_of(places, num_tokens) if computes else ():
+                call_on(self._stream, places.experts.program, ctypes.addressof(job))
             return self._out[:num_tokens].to(self._device, non_blocking=True)
 
     def end(self) -> None:
