@@ -18,7 +18,7 @@ _LEVELS = {"Q4_1": 7.5, "Q5_1": 15.5, "Q4_K": 7.5, "Q5_K": 15.5}
 """The middle of the numbers of kinds that have an offset beside their scale."""
 _SCALE_AT = {"Q6_K": 208}
 _SPREAD = (0.5, 1.5)
-"""Of the scales of blocks, around their mean."""
+"""How far the scales of blocks lie from their mean."""
 GGUF_KINDS = (
     *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
     *("Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
