@@ -59,32 +59,34 @@ def unpack(words: torch.Tensor) -> torch.Tensor:
     return planes.transpose(2, 3).contiguous().view(n, k).view(FLOAT8)
 
 
+# A product is one with -0 added, as Ada has no other one for bfloat16.
 @triton.jit
 def _four_bfloat16(w):
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 a, b, c;
+        .reg .b32 a, b, c, z;
         mov.b32 c, 0x7B807B80;
+        mov.b32 z, 0x80008000;
         prmt.b32 a, $4, $5, 0x4000;
         and.b32 b, a, 0x80008000;
         shr.u32 a, a, 4;
         lop3.b32 a, a, 0x07F007F0, b, 0xEA;
-        mul.rn.bf16x2 $0, a, c;
+        fma.rn.bf16x2 $0, a, c, z;
         prmt.b32 a, $4, $5, 0x5010;
         and.b32 b, a, 0x80008000;
         shr.u32 a, a, 4;
         lop3.b32 a, a, 0x07F007F0, b, 0xEA;
-        mul.rn.bf16x2 $1, a, c;
+        fma.rn.bf16x2 $1, a, c, z;
         prmt.b32 a, $4, $5, 0x6020;
         and.b32 b, a, 0x80008000;
         shr.u32 a, a, 4;
         lop3.b32 a, a, 0x07F007F0, b, 0xEA;
-        mul.rn.bf16x2 $2, a, c;
+        fma.rn.bf16x2 $2, a, c, z;
         prmt.b32 a, $4, $5, 0x7030;
         and.b32 b, a, 0x80008000;
         shr.u32 a, a, 4;
         lop3.b32 a, a, 0x07F007F0, b, 0xEA;
-        mul.rn.bf16x2 $3, a, c;
+        fma.rn.bf16x2 $3, a, c, z;
         }""",
         "=&r,=&r,=&r,=&r,r,r",
         [w],
