@@ -2,12 +2,15 @@
 
 The numbers are those that the CPU keeps (`native.int8_blocks`): every 32 of a row have a scale and
 an offset. Blocks of a GGUF file keep their numbers, where their type has no more scales than that;
-other weights are rounded while they are loaded. Rows whose numbers have 16 levels take 4 bits.
+other weights are rounded while they are loaded. Types with a scale for every 16 numbers and no
+offset (Q6_K, Q3_K, NVFP4) have a second scale in the place of the offset. Rows whose numbers have
+16 levels take 4 bits.
 Activations stay in 16 bits.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -32,6 +35,8 @@ from termgen.engine.device.native.int8_blocks import Quantized
 from termgen.engine.device.quantization.affine_blocks import ORDERED_GROUPS
 from termgen.engine.device.quantization.gathered_rows import RoundedLinear
 from termgen.engine.device.quantization.group_experts import GroupExperts
+from termgen.engine.device.quantization.halved_blocks import WIDTHS, halved
+from termgen.engine.device.quantization.stored_matrices import NVFP4
 
 BANDS = (*ROW_BANDS, 128)
 """Rows of x; from the last on the weight is widened in memory."""
@@ -73,14 +78,22 @@ class GroupLinears:
         return GroupExperts(shape, build, 4)
 
 
+class Form(NamedTuple):
+    """How some rows lie in memory, where it is not as others do."""
+
+    order: int = 0
+    """Which of `GroupLinear.orders` their columns have."""
+    halved_bits: int = 0
+    """Bits of their numbers, if 16 columns share a scale."""
+
+
 class _Run(NamedTuple):
-    """Neighbouring rows whose numbers have one width."""
+    """Neighbouring rows whose numbers have one form and one width."""
 
     first: int
     end: int
     num_bits: int
-    order: int
-    """Which of `GroupLinear.orders` its columns have."""
+    form: Form
     words: nn.Parameter
     pairs: nn.Parameter
     configs: dict[int, SmallGemmConfig]
@@ -88,9 +101,10 @@ class _Run(NamedTuple):
 
 class GroupLinear(RoundedLinear):
     """LinearMethod: 8 or 4 bits a number, and 32 bits for every 32 of them. Rows of a file with
-    groups in disorder have their columns in the order of groups, and meet x in that order."""
+    groups in disorder have their columns in the order of groups, and meet x in that order. Those
+    with a scale for every 16 numbers have two of them in the 32 bits, and no offset."""
 
-    kinds = RoundedLinear.kinds | {ORDERED_GROUPS}
+    kinds = RoundedLinear.kinds | {ORDERED_GROUPS, NVFP4}
     part_numbers = _PART_NUMBERS
 
     def __init__(self, spec: LinearSpec, shared: SharedWorkspace) -> None:
@@ -99,14 +113,22 @@ class GroupLinear(RoundedLinear):
         self._runs: list[_Run] = []
         self.orders: list[torch.Tensor | None] = [None]
         """The columns of x that those of some rows meet; None: they are in their order."""
-        self._ordered: list[tuple[int, int, int]] = []
-        """(first row, end, order) of rows that were loaded in another order."""
+        self._formed: list[tuple[int, int, Form]] = []
+        """(first row, end, form) of rows that were loaded in another form than most."""
 
     def load_stored(self, rows: StoredRows, first_row: int) -> None:
+        end = first_row + len(rows.blocks)
         if rows.order is not None:
-            order = self._number_of(rows.order)
-            self._ordered.append((first_row, first_row + len(rows.blocks), order))
-        super().load_stored(rows, first_row)
+            self._formed.append((first_row, end, Form(order=self._number_of(rows.order))))
+        halved_bits = WIDTHS.get(rows.kind, 0)
+        if not 0 < halved_bits <= self.num_bits:
+            super().load_stored(rows, first_row)
+            return
+        self._formed.append((first_row, end, Form(halved_bits=halved_bits)))
+        for blocks in torch.split(rows.blocks, max(1, _PART_NUMBERS // self._spec.in_features)):
+            here = blocks.to(self._spec.device)
+            self._add(halved(replace(rows, blocks=here)), first_row)
+            first_row += len(blocks)
 
     def _number_of(self, order: torch.Tensor) -> int:
         """Its place among the orders: x is brought into equal ones once."""
@@ -120,11 +142,14 @@ class GroupLinear(RoundedLinear):
 
     def _keep(self, whole: Quantized) -> None:
         self.row_scale = nn.Parameter(whole.row_scale, requires_grad=False)
-        for first, end, order in in_one_order(self._ordered, self._spec.out_features):
+        for first, end, form in in_one_form(self._formed, self._spec.out_features):
+            if form.halved_bits:
+                self._keep_run(whole, first, end, form.halved_bits, form)
+                continue
             for begin, last, num_bits in widths(whole.numbers[first:end]):
-                self._keep_run(whole, first + begin, first + last, num_bits, order)
+                self._keep_run(whole, first + begin, first + last, num_bits, form)
 
-    def _keep_run(self, whole: Quantized, first: int, end: int, num_bits: int, order: int) -> None:
+    def _keep_run(self, whole: Quantized, first: int, end: int, num_bits: int, form: Form) -> None:
         columns = (end - first, self._spec.in_features)
         words = nn.Parameter(pack(whole.numbers[first:end], num_bits), requires_grad=False)
         scale, low = whole.scale[first:end], whole.low[first:end]
@@ -132,7 +157,7 @@ class GroupLinear(RoundedLinear):
         configs = {band: choose(band, *columns, num_bits, self._spec) for band in BANDS}
         for config in configs.values():
             self._shared.reserve(config, end - first)
-        run = _Run(first, end, num_bits, order, words, pairs, configs)
+        run = _Run(first, end, num_bits, form, words, pairs, configs)
         self.register_parameter(f"words_{len(self._runs)}", words)
         self.register_parameter(f"pairs_{len(self._runs)}", pairs)
         self._runs.append(run)
@@ -152,9 +177,10 @@ class GroupLinear(RoundedLinear):
         for run in self._runs:
             rows = slice(run.first, run.end)
             group_gemm(
-                *(inputs[run.order], run.words, run.pairs, self.row_scale[rows]),
+                *(inputs[run.form.order], run.words, run.pairs, self.row_scale[rows]),
                 None if bias is None else bias[rows],
                 num_bits=run.num_bits,
+                is_halved=run.form.halved_bits > 0,
                 config=run.configs[band],
                 workspace=workspace,
                 out=out[:, rows],
@@ -171,7 +197,7 @@ class GroupLinear(RoundedLinear):
             for first in range(run.first, run.end, step):
                 end = min(first + step, run.end)
                 weight = self._widen(run, slice(first - run.first, end - run.first), x.dtype)
-                torch.mm(inputs[run.order], weight.T, out=out[:, first:end])
+                torch.mm(inputs[run.form.order], weight.T, out=out[:, first:end])
         if bias is not None:
             out += bias
 
@@ -181,7 +207,7 @@ class GroupLinear(RoundedLinear):
         for run in self._runs:
             place = (ids - run.first).clamp(0, run.end - run.first - 1)
             rows = self._widen(run, place, self._spec.dtype)
-            if (order := self.orders[run.order]) is not None:
+            if (order := self.orders[run.form.order]) is not None:
                 rows = torch.empty_like(rows).index_copy_(1, order, rows)
             is_here = (ids >= run.first)[:, None]
             found = rows if found is None else torch.where(is_here, rows, found)
@@ -192,7 +218,9 @@ class GroupLinear(RoundedLinear):
         """Rows of a run, counted from its first."""
         row_scale = self.row_scale[run.first : run.end]
         num_columns = self._spec.in_features
-        return widen(run.words, run.pairs, row_scale, num_columns, dtype, run.num_bits, rows)
+        weight = (run.words, run.pairs, row_scale, num_columns)
+        is_halved = run.form.halved_bits > 0
+        return widen(*weight, dtype, run.num_bits, rows, is_halved=is_halved)
 
 
 class Group4Linear(GroupLinear):
@@ -201,19 +229,19 @@ class Group4Linear(GroupLinear):
     num_bits = 4
 
 
-def in_one_order(ordered: list[tuple[int, int, int]], num_rows: int) -> list[tuple[int, int, int]]:
-    """Runs (first row, end, order) of all rows, of neighbours with one order. ordered: those with
-    another order than 0, in parts."""
+def in_one_form(formed: list[tuple[int, int, Form]], num_rows: int) -> list[tuple[int, int, Form]]:
+    """Runs (first row, end, form) of all rows, of neighbours with one form. formed: those with
+    another form than most, in parts."""
     parts, done = [], 0
-    for first, end, order in sorted(ordered):
-        parts += [(done, first, 0)] if done < first else []
-        parts.append((first, end, order))
+    for first, end, form in sorted(formed):
+        parts += [(done, first, Form())] if done < first else []
+        parts.append((first, end, form))
         done = end
-    parts += [(done, num_rows, 0)] if done < num_rows else []
+    parts += [(done, num_rows, Form())] if done < num_rows else []
     runs = []
-    for order, group in groupby(parts, key=lambda part: part[2]):
+    for form, group in groupby(parts, key=lambda part: part[2]):
         alike = list(group)
-        runs.append((alike[0][0], alike[-1][1], order))
+        runs.append((alike[0][0], alike[-1][1], form))
     return runs
 
 
