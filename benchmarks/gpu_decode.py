@@ -81,6 +81,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=(*REAL, *OTHERS, *LARGE), default=list(REAL))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:4]))
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens, of --parts decode")
     parser.add_argument("--option", **OPTION)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--start", nargs=2, metavar=("FOLDER", "BORN"), help=argparse.SUPPRESS)
@@ -143,10 +144,12 @@ def drain_timed(engine: SyncEngine) -> float:
     return time.perf_counter() - started
 
 
-def decode_cell(engine: SyncEngine, batch: int, **params: Any) -> dict[str, Any]:
+def decode_cell(
+    engine: SyncEngine, batch: int, prompt: int = PROMPT, **params: Any
+) -> dict[str, Any]:
     """Milliseconds per step, by the clock of the thread that reads the tokens."""
     for index in range(batch):
-        add(engine, index, PROMPT, STEPS + 3 * WARM_STEPS + 64, **params)
+        add(engine, index, prompt, STEPS + 3 * WARM_STEPS + 64, **params)
     ring: EventRing = engine.core.bus.subscribe()
     decoding = 0
     while decoding < WARM_STEPS:
@@ -290,12 +293,12 @@ def run_model(args: argparse.Namespace, name: str) -> dict[str, Any]:
         engine = make_engine(model, **{**FULL, **options})
         result: dict[str, Any] = {"model": name, "decode": []}
         for _ in range(2):  # clocks, allocator
-            decode_cell(engine, 8)
+            decode_cell(engine, min(8, max(args.batch_sizes)))
         if "decode" in args.parts:
             for batch in args.batch_sizes:
                 gc.collect()
-                cell = decode_cell(engine, batch)
-                context = PROMPT + WARM_STEPS + STEPS // 2
+                cell = decode_cell(engine, batch, args.prompt)
+                context = args.prompt + WARM_STEPS + STEPS // 2
                 moved = step_bytes(engine, batch, context)
                 cell["GB"] = moved / 1e9
                 cell["% of peak"] = 100 * moved / cell["ms"] * 1e3 / peak_bytes_per_s()

@@ -17,7 +17,7 @@ import torch
 from machine import print_rows
 
 from termgen.engine.device.kernels.gemm.candidates import Found, Gpu, candidates_by_rows, search
-from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
+from termgen.engine.device.kernels.gemm.small_gemm_config import Shape, SmallGemmConfig
 from termgen.engine.device.kernels.gemm.timing import Products, describe_config
 
 NAMES = ("qkv", "o", "gate_up", "down", "head")
@@ -44,8 +44,9 @@ class Cell:
 def measure(model: str, gpu: Gpu, is_float8: bool) -> list[Cell]:
     cells = []
     for name, (n, k) in zip(NAMES, SHAPES[model], strict=True):
-        tried = candidates_by_rows(n, k, gpu, is_float8=is_float8)
-        products = Products(n, k, gpu, DEVICE, is_float8=is_float8)
+        shape = Shape(n, k, "fp8" if is_float8 else "half")
+        tried = candidates_by_rows(n, k, gpu, shape.weights)
+        products = Products(shape, gpu, DEVICE)
         products.compile({config for configs in tried.values() for config in configs})
         for m, configs in tried.items():
             found = search(configs, products.timer(m, configs), gpu.tie)

@@ -20,7 +20,7 @@ from termgen.bench.options import (
 )
 from termgen.commands.generate import add_generate_flags
 from termgen.commands.settings import FlagParser, add_flags, add_server_flags, add_wait_flag
-from termgen.config import EngineConfig, ServerConfig, UIConfig
+from termgen.config import QUANTIZATIONS, EngineConfig, ServerConfig, UIConfig
 
 DESCRIPTION = "Chat with, serve and watch a local language model."
 EPILOG = """\
@@ -135,6 +135,12 @@ def _add_tune(commands: Any) -> None:
     )
     tune.add_argument(
         "--again", action="store_true", help="measure also what has been measured before"
+    )
+    tune.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default="auto",
+        help="the setting with which the model is to run (default: auto)",
     )
     tune.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
     tune.set_defaults(run="tune")

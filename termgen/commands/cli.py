@@ -363,7 +363,12 @@ def pull_command(args: argparse.Namespace) -> int:
 def tune_command(args: argparse.Namespace) -> int:
     from termgen.commands.tune_command import tune_model
 
-    return tune_model(args.model, again=args.again, in_background=args.background)
+    return tune_model(
+        args.model,
+        again=args.again,
+        in_background=args.background,
+        quantization=args.quantization,
+    )
 
 
 def trace_command(args: argparse.Namespace) -> int:

@@ -19,17 +19,18 @@ SHOWN_ROWS = (1, 8, 32)
 WIDTH = 16
 
 
-def tune_model(name: str | None, *, again: bool, in_background: bool) -> int:
+def tune_model(name: str | None, *, again: bool, in_background: bool, quantization: str) -> int:
     """Measure the model's shapes, printing each as it is done. The last line sums it up.
 
-    in_background: started by an engine, with which it ends. Raises TermgenError.
+    in_background: started by an engine, with which it ends. quantization: with which the model is
+    to run. Raises TermgenError.
     """
     if in_background:
         run_while_owned(sys.stdin.read)
     local = resolve_model(name)
     from termgen.engine.device.runner.tuning import plan  # torch: seconds
 
-    tuning = plan(local.path, again=again)
+    tuning = plan(local.path, again=again, quantization=quantization)
     if not tuning.missing:
         what = f"all {len(tuning.shapes)} shapes of {local.name} have been measured on this GPU"
         print(f"{what} (--again measures them again)")
@@ -37,10 +38,11 @@ def tune_model(name: str | None, *, again: bool, in_background: bool) -> int:
     started = time.perf_counter()
     print(f"{local.name} on {tuning.tables.gpu.name}: {len(tuning.missing)} shapes to measure")
     heads = [f"{rows} row{'s' if rows > 1 else ''}" for rows in SHOWN_ROWS]
-    print(_line("WEIGHT", *heads, "TOOK"), flush=True)
+    width = max(WIDTH, *(len(str(shape)) + 2 for shape in tuning.missing))
+    print(_line("WEIGHT", *heads, "TOOK", width=width), flush=True)
     try:
         for shape in tuning.run():
-            print(_describe(shape), flush=True)
+            print(_describe(shape, width), flush=True)
     except OSError as error:
         reason = error.strerror or str(error)
         folder = tuning.tables.folder
@@ -53,15 +55,16 @@ def tune_model(name: str | None, *, again: bool, in_background: bool) -> int:
     return OK
 
 
-def _describe(shape: TunedShape) -> str:
+def _describe(tuned: TunedShape, width: int) -> str:
     """Times of the chosen products, and in percent of cuBLAS's."""
     cells = []
     for rows in SHOWN_ROWS:
-        found = shape.found[rows]
+        found = tuned.found[rows]
         share = 100 * found.chosen_seconds / found.library_seconds
         cells.append(f"{found.chosen_seconds * 1e6:.1f} us {share:.0f}%")
-    return _line(f"{shape.n} x {shape.k}", *cells, f"{shape.seconds:.1f} s")
+    return _line(str(tuned.shape), *cells, f"{tuned.seconds:.1f} s", width=width)
 
 
-def _line(*cells: str) -> str:
-    return "".join(f"{cell:<{WIDTH}}" for cell in cells).rstrip()
+def _line(first: str, *cells: str, width: int) -> str:
+    """width: of the first cell."""
+    return (f"{first:<{width}}" + "".join(f"{cell:<{WIDTH}}" for cell in cells)).rstrip()

@@ -108,7 +108,9 @@ def needs_words(choice: ModelChoice) -> str:
     words = f"{' + '.join(parts)} = {bytes_words(needs.total_bytes)}"
     if needs.room_bytes is not None:
         words += f" of {bytes_words(needs.room_bytes)} free"
-        if needs.fits and needs.total_bytes > needs.room_bytes:
+        if needs.main_bytes:
+            words += f", {bytes_words(needs.main_bytes)} of experts in main memory"
+        elif needs.fits and needs.total_bytes > needs.room_bytes:
             words += ", with a shorter context"
     if needs.tokens_per_s is not None:
         words += f" · at most {rate_words(needs.tokens_per_s)} tokens/s"

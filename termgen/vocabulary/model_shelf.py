@@ -33,6 +33,9 @@ class Needs:
     """Memory that an engine may use here; None: not known."""
     tokens_per_s: float | None = None
     """What one request may get at most, by the rate of the memory; None: not known."""
+    main_bytes: int = 0
+    """Weights, of experts, that do not fit a GPU and lie in main memory, where the CPU computes
+    them."""
 
     @property
     def fits(self) -> bool | None:
@@ -40,7 +43,7 @@ class Needs:
         shortened to what is left."""
         if self.room_bytes is None:
             return None
-        return self.weights_bytes + self.working_bytes <= self.room_bytes
+        return self.weights_bytes - self.main_bytes + self.working_bytes <= self.room_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -17,6 +17,7 @@ from cli_harness import nobodys_settings, one_line_error, run
 
 from termgen.commands import tune_command
 from termgen.engine.device.kernels.gemm.candidates import Found, Gpu, candidates_by_rows
+from termgen.engine.device.kernels.gemm.small_gemm_config import Shape
 from termgen.engine.device.runner import tuning
 from termgen.engine.device.runner.tuning import TunedShape
 
@@ -37,29 +38,32 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def shape(n: int, k: int) -> TunedShape:
-    """Measured: a kernel in half the time of cuBLAS for one row, cuBLAS for 32."""
-    config = candidates_by_rows(n, k, GPU)[1][0]
+SHAPES = [Shape(4096, 1024), Shape(151936, 1024)]
+
+
+def measured(shape: Shape) -> TunedShape:
+    """A kernel in half the time of cuBLAS for one row, cuBLAS for 32."""
+    n, k, weights = shape
+    config = candidates_by_rows(n, k, GPU, weights)[1][0]
     kernel = Found(config, 2.04e-6, 4.08e-6)
-    return TunedShape(n, k, {1: kernel, 8: kernel, 32: Found(None, math.inf, 5e-6)}, 3.21)
+    return TunedShape(shape, {1: kernel, 8: kernel, 32: Found(None, math.inf, 5e-6)}, 3.21)
 
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A made-up `plan`, with what the command asks of it."""
-    asked: dict[str, Any] = {"missing": [(4096, 1024), (151936, 1024)], "error": None}
+    asked: dict[str, Any] = {"missing": SHAPES, "error": None}
 
     def run_all() -> Iterator[TunedShape]:
-        for n, k in asked["missing"]:
-            yield shape(n, k)
+        for shape in asked["missing"]:
+            yield measured(shape)
             if asked["error"] is not None:
                 raise asked["error"]
 
-    def plan(path: Path, *, again: bool) -> Any:
-        asked.update(path=path, again=again)
+    def plan(path: Path, *, again: bool, quantization: str) -> Any:
+        asked.update(path=path, again=again, quantization=quantization)
         tables = SimpleNamespace(gpu=GPU, folder=Path("cache/tuned"))
-        shapes = [(4096, 1024), (151936, 1024)]
-        return SimpleNamespace(tables=tables, shapes=shapes, missing=asked["missing"], run=run_all)
+        return SimpleNamespace(tables=tables, shapes=SHAPES, missing=asked["missing"], run=run_all)
 
     monkeypatch.setattr(tuning, "plan", plan)
     return asked
@@ -79,6 +83,20 @@ def test_each_shape_is_a_line(
     ]
     assert last == "measured 2 shapes in 0 s: engines that start from now on use them"
     assert planned["path"] == model and planned["again"] is False
+    assert planned["quantization"] == "auto"
+
+
+def test_a_line_says_how_a_weight_is_stored(
+    model: Path, planned: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned["missing"] = [Shape(151936, 1024, "fp8-blocks"), Shape(512, 512)]
+    code, out, _ = run(capsys, "tune", "--quantization", "fp8", str(model))
+    assert code == 0 and planned["quantization"] == "fp8"
+    assert out.splitlines()[1:4] == [
+        "WEIGHT                    1 row           8 rows          32 rows         TOOK",
+        "151936 x 1024 fp8-blocks  2.0 us 50%      2.0 us 50%      5.0 us 100%     3.2 s",
+        "512 x 512                 2.0 us 50%      2.0 us 50%      5.0 us 100%     3.2 s",
+    ]
 
 
 def test_there_may_be_nothing_left(

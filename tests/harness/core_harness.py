@@ -146,7 +146,7 @@ def with_logprobs(plan: StepPlan, result: StepResult) -> StepResult:
     """Log-probability rows whose numbers encode the slot and, as rank, the epoch."""
     if plan.sampling.max_logprobs is None:
         return result
-    counts = 1 + plan.num_draft_tokens
+    counts = 1 + (plan.num_draft_tokens if result.num_drafted is None else result.num_drafted)
     ids = np.repeat(plan.slots.repeat(counts)[:, None], 1 + plan.sampling.max_logprobs, axis=1)
     logprobs = StepLogprobs(ids, -ids.astype(np.float32), plan.epochs.repeat(counts))
     return result._replace(logprobs=logprobs)

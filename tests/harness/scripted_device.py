@@ -96,6 +96,8 @@ class ScriptedDevice:
         self.finished = np.zeros(max_num_seqs, np.bool_)
         self.num_computed_tokens = 0
         self.next_step = 0
+        self.declines = 0.0
+        """The share of steps in which it computes none of the drafts that there are places for."""
         self.turns_nan: Callable[[], bool] | None = None
         """Called for each row of a step: whether the KV that it writes is NaN."""
 
@@ -103,6 +105,10 @@ class ScriptedDevice:
         """Run one step. On a requested failure it leaves garbage in the KV it should have
         written."""
         assert plan.step_id == self.next_step, "a step was skipped or repeated"
+        num_drafted = None
+        if plan.num_drafts and self._guesses.random() < self.declines:
+            plan = plan.with_drafts(np.zeros_like(plan.num_draft_tokens))
+            num_drafted = plan.num_draft_tokens
         self.next_step += 1
         self._update_rows(plan)
         pairs = list(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
@@ -144,6 +150,7 @@ class ScriptedDevice:
             logprobs=None,
             started_ns=0,
             ended_ns=0,
+            num_drafted=num_drafted,
         )
 
     def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:

@@ -26,7 +26,7 @@ from tui_harness import (
 from termgen.config import UIConfig
 from termgen.errors import DownloadError, EngineError, TermgenError
 from termgen.tui.chat.widgets.prompt import Prompt
-from termgen.tui.models import ModelScreen, caution, choice_row
+from termgen.tui.models import ModelScreen, caution, choice_row, needs_words
 from termgen.tui.paint.canvas import Canvas
 from termgen.tui.paint.spans import row_text, row_width
 from termgen.vocabulary.model_shelf import ModelChoice, Needs, Report, Switch
@@ -326,6 +326,14 @@ def test_lines_fit(width: int) -> None:
         assert "too large" in row_text(choice_row(HUGE, size))
     assert row_text(choice_row(HUGE, 110)).rstrip().endswith("too large /models/huge")
     assert caution(OTHER) == ""
+
+
+def test_experts_in_main_memory_are_named() -> None:
+    needs = replace(ROOM, weights_bytes=20 * GB, main_bytes=13 * GB)
+    assert needs_words(replace(OTHER, needs=needs)) == (
+        "weights 20.0 GB + steps 100 MB = 20.1 GB of 8.0 GB free, 13.0 GB of experts in main memory"
+    )
+    assert "fits" in row_text(choice_row(replace(OTHER, needs=needs), 110))
 
 
 async def test_the_needs_of_the_marked_model_are_explained() -> None:

@@ -204,7 +204,13 @@ class LocalShelf:
         steps = memory.activations_bytes + memory.graphs_bytes + memory.workspace_bytes
         own = memory.weights_bytes + steps + memory.kv_cache_bytes
         room = own + memory.free_below_limit_bytes
-        return Machine(self._holder.config, device, room, steps, rate, _has_float8(device))
+        main = 0
+        if device != "cpu":
+            from termgen.engine.device.runner.memory import HostMeter  # torch, which is loaded
+
+            main = HostMeter().free_and_total()[0]
+        has_float8 = _has_float8(device)
+        return Machine(self._holder.config, device, room, steps, rate, main, has_float8)
 
     async def _memory_rate(self) -> float | None:
         """The rate of the engine's memory. A CPU's is measured the first time that the engine has

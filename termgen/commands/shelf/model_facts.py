@@ -28,7 +28,7 @@ FLOAT_TYPES = frozenset({"F32", "F16", "BF16", "F64"})
 OF_TRANSFORMERS = "run by the code of transformers, if that can"
 TEMPLATE_KEY = "tokenizer.chat_template"
 MAX_SETTINGS_BYTES = 1 << 24
-FORMAT = 3
+FORMAT = 4
 """Changes with what is kept."""
 _KEPT = UserCache("model-facts", most_entries=1000)
 
@@ -44,6 +44,8 @@ class ModelFacts:
     """The type of most of its numbers: `Q4_K`, `bfloat16`, `fp8`."""
     num_parameters: int = 0
     """0: not known."""
+    experts_share: float = 0.0
+    """Part of them that are experts which a router picks."""
     active_share: float = 1.0
     """Part of them that a step of one token reads."""
     four_bit_share: float = 0.0
@@ -148,6 +150,7 @@ def _of_config(config: ModelConfig, **of_file: Any) -> ModelFacts:
     total = config.num_parameters
     return ModelFacts(
         num_parameters=total,
+        experts_share=_routed(config) / max(total, 1),
         active_share=1.0 - _unread(config) / max(total, 1),
         layers_share=1.0 - _in_tables(config) / max(total, 1),
         kv_layers=layers,
@@ -163,9 +166,16 @@ def _unread(config: ModelConfig) -> int:
     unread = _in_tables(config) - head
     if (moe := config.moe) is not None:
         idle = moe.num_experts - moe.num_experts_per_tok
-        of_layer = idle * 3 * moe.intermediate_size * config.hidden_size
-        unread += len(moe.sparse_layers) * of_layer
+        unread += _routed(config) * idle // moe.num_experts
     return unread
+
+
+def _routed(config: ModelConfig) -> int:
+    """Parameters of the experts that a router picks from."""
+    if (moe := config.moe) is None:
+        return 0
+    of_expert = 3 * moe.intermediate_size * config.hidden_size
+    return len(moe.sparse_layers) * moe.num_experts * of_expert
 
 
 def _in_tables(config: ModelConfig) -> int:

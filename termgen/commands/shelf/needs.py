@@ -43,6 +43,8 @@ class Machine:
     """The present engine's memory for its steps."""
     bytes_per_s: float | None = None
     """Rate of the memory; None: not measured."""
+    main_bytes: int = 0
+    """Free main memory beside a GPU, for experts that do not fit."""
     has_float8: bool = False
     """True if the device multiplies 8-bit floats."""
 
@@ -59,15 +61,30 @@ class Machine:
         context = min(self.config.max_model_len or facts.context, facts.context)
         step_bytes = weights * facts.active_share
         is_known = self.bytes_per_s is not None and step_bytes > 0
+        working = max(self.working_bytes, int(weights * WORKING_SHARE))
+        in_main = self._in_main_memory(weights, working, held_as, facts.experts_share)
+        is_known &= not in_main  # the CPU's experts take most of the time
         return Needs(
             weights_bytes=weights,
             held_as=held_as,
             kv_bytes=facts.kv_bytes(context, self._head_bytes),
             context=context,
-            working_bytes=max(self.working_bytes, int(weights * WORKING_SHARE)),
+            working_bytes=working,
             room_bytes=self.room_bytes,
             tokens_per_s=(self.bytes_per_s or 0.0) / step_bytes if is_known else None,
+            main_bytes=in_main,
         )
+
+    def _in_main_memory(
+        self, weights: int, working: int, held_as: str, experts_share: float
+    ) -> int:
+        """Bytes of experts that a GPU has no room for, if main memory has room for all experts."""
+        is_shared = held_as in ("int8", "q4") and self.device != "cpu"
+        if self.room_bytes is None or not is_shared or self.config.cpu_experts == "0":
+            return 0
+        experts = int(weights * experts_share)
+        missing = max(0, weights + working - self.room_bytes)
+        return missing if missing <= experts <= self.main_bytes else 0
 
     def _held(self, facts: ModelFacts) -> tuple[str, float]:
         """The type that weights have in memory, and its bits for each of them, by the types in the

@@ -137,7 +137,7 @@ class LocalExecutor:
         if info.device == "cpu" and info.max_in_flight > 1:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="termgen-cpu-stream")
         if self._config.tune and info.num_untuned:
-            self._tuner = make_tuner(self._path, info.num_untuned)
+            self._tuner = make_tuner(self._path, info.num_untuned, info.quantization)
         return info
 
     def generation_config(self) -> dict[str, Any]:
@@ -215,9 +215,9 @@ class LocalExecutor:
         self._runner = None
 
 
-def make_tuner(path: Path, num_shapes: int) -> IdleProcess:
+def make_tuner(path: Path, num_shapes: int, quantization: str | None) -> IdleProcess:
     """`termgen tune` for the model at `path`, in idle moments. It takes effect with the next start:
-    this engine's recordings hold the products that it started with."""
+    this engine's recordings hold the products that it started with. quantization: the engine's."""
 
     def tell_start() -> None:
         logger.info(
@@ -233,5 +233,6 @@ def make_tuner(path: Path, num_shapes: int) -> IdleProcess:
         else:
             logger.info("%s", last)
 
-    command = [sys.executable, "-P", "-c", PROGRAM, "tune", "--background", str(path)]
+    options = ["--background", "--quantization", quantization or "none"]
+    command = [sys.executable, "-P", "-c", PROGRAM, "tune", *options, str(path)]
     return IdleProcess(command, after_s=TUNE_AFTER_S, on_start=tell_start, on_end=tell_end)

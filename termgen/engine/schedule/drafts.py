@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.slot_table import SlotTable
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import StepPlan, StepResult, first_samples
@@ -31,6 +32,27 @@ def places_for_drafts(table: SlotTable, rows: IntArray, most: int, budget: int) 
     drafts *= (known - num_computed == 1) & (known > table.num_prompt.take(rows))
     drafts *= table.may_draft.take(rows)
     return drafts
+
+
+def blocks_ahead(table: SlotTable, kv: KVCacheManager, slots: IntArray, num_ahead: int) -> IntArray:
+    """[groups, num_rows] blocks that these rows lack for the positions that a drafter computes
+    behind their own; none if there are too few for all."""
+    target = table.num_computed[slots] + num_ahead
+    missing: IntArray = np.maximum(kv.missing(slots, np.minimum(target, table.limit[slots] - 1)), 0)
+    if int(missing.sum()) > kv.pool.num_free:
+        missing[:] = 0
+    return missing
+
+
+def had_drafts(result: StepResult) -> bool:
+    """True if a row of a step with places for drafts had any."""
+    return result.num_drafted is None or bool(np.count_nonzero(result.num_drafted))
+
+
+def take_places_back(table: SlotTable, slots: IntArray, places: IntArray) -> None:
+    """Uncount the places of rows that had no drafts for them."""
+    table.num_pending.put(slots, table.num_pending.take(slots) - places)
+    table.num_computed.put(slots, table.num_computed.take(slots) - places)
 
 
 class KeptTokens(NamedTuple):

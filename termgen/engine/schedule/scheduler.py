@@ -20,7 +20,15 @@ import numpy.typing as npt
 from termgen.engine.schedule.block_pool import CachedPrefix
 from termgen.engine.schedule.constraints import Constraints
 from termgen.engine.schedule.decode_step import DecodeStep
-from termgen.engine.schedule.drafts import DraftStats, append_kept, kept_tokens, places_for_drafts
+from termgen.engine.schedule.drafts import (
+    DraftStats,
+    append_kept,
+    blocks_ahead,
+    had_drafts,
+    kept_tokens,
+    places_for_drafts,
+    take_places_back,
+)
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.plan import PlanBuilder, copy_states, drop_unseen
 from termgen.engine.schedule.prompt_pace import PromptPace
@@ -260,7 +268,9 @@ class Scheduler:
             self.constraints.rest()
             return None
         if self.config.num_ahead:
-            self._give_blocks_ahead(slots, builder)
+            missing = blocks_ahead(table, self.kv, slots, self.config.num_ahead)
+            for i in np.flatnonzero(missing.any(axis=0)).tolist():
+                self._append_blocks(int(slots[i]), missing[:, i], builder)
         counts, released = counts.astype(np.int32), tuple(self._released)
         return builder.build(
             self._next_step, table, slots=slots, counts=counts, drafts=drafts, released=released
@@ -388,16 +398,6 @@ class Scheduler:
         target = self.slots.num_computed[slots] + num_new
         missing: IntArray = np.maximum(self.kv.missing(slots, target), 0) * (num_new > 0)
         return missing
-
-    def _give_blocks_ahead(self, slots: IntArray, builder: PlanBuilder) -> None:
-        """Give planned rows the blocks that a drafter computes in, if there are enough."""
-        table = self.slots
-        target = table.num_computed[slots] + self.config.num_ahead
-        target = np.minimum(target, table.limit[slots] - 1)
-        missing: IntArray = np.maximum(self.kv.missing(slots, target), 0)
-        if int(missing.sum()) <= self.kv.pool.num_free:
-            for i in np.flatnonzero(missing.any(axis=0)).tolist():
-                self._append_blocks(int(slots[i]), missing[:, i], builder)
 
     def _append_blocks(self, slot: int, counts: IntArray, builder: PlanBuilder) -> None:
         """counts: [groups]"""
@@ -562,7 +562,8 @@ class Scheduler:
         slots, epochs, tokens = plan.slots, plan.epochs, result.token_ids
         rows = self._all_rows[: plan.num_rows]
         is_whole = plan.step_id >= self._newest_loss and len(tokens) == plan.num_rows
-        if not is_whole or plan.num_drafts:
+        has_drafts = plan.num_drafts > 0 and had_drafts(result)
+        if not is_whole or has_drafts:
             alive = self.slots.epoch[slots] == epochs
             sampled = result.num_sampled > 0
             is_one_each = np.count_nonzero(sampled) == len(tokens)
@@ -573,12 +574,14 @@ class Scheduler:
             rows = (alive & sampled).nonzero()[0].astype(np.int32)
             slots, epochs, tokens = slots[rows], epochs[rows], result.last_tokens()[rows]
         applied = AppliedStep(slots, epochs, tokens, rows)
-        if plan.num_drafts:
+        if has_drafts:
             kept = kept_tokens(plan, result, rows)
             applied.token_ids, applied.samples, applied.num_tokens, applied.num_drafted = kept[:4]
             self.stats.count_drafts(kept)
             stopped, ended = append_kept(self.slots, slots, kept)
         else:
+            if plan.num_drafts:
+                take_places_back(self.slots, slots, plan.num_draft_tokens[rows])
             stopped, ended = self.slots.append_tokens(slots, tokens)
         if self.kv.states is not None and self.config.num_speculative_tokens:
             self.kv.states.landed(

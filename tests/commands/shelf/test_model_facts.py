@@ -68,6 +68,7 @@ def test_experts_and_windows(tmp_path: Path) -> None:
     assert facts.num_parameters == total
     active = total - 2 * 6 * expert
     assert facts.active_share == pytest.approx(active / total)
+    assert facts.experts_share == pytest.approx(2 * 8 * expert / total)
     windows = model_facts(put(tmp_path / "windows", MISTRAL))
     assert windows.kv_bytes(500, int) == windows.kv_bytes(128, int) < windows.kv_bytes(128, int) * 2
 

@@ -145,3 +145,24 @@ def test_the_best_file_of_one_model() -> None:
     slow = replace(q4, needs=Needs(weights_bytes=GB, room_bytes=2 * GB, tokens_per_s=3))
     assert best_of(slow, choice("m-Q8_0.gguf", 4, 2, size=4.3)) == ["m-Q4_K_M.gguf"]
     assert best_of(choice("m-Q4_0.gguf", 4, 20, fits=False)) == []
+
+
+def test_experts_that_do_not_fit_a_gpu_lie_in_main_memory() -> None:
+    facts = replace(FACTS, num_parameters=40 * GB, experts_share=0.8)
+    path = Path("m-Q4_K_M.gguf")
+    beside = replace(machine("cuda:0"), main_bytes=30 * GB)
+    needs = beside.needs(facts, path, 22 * GB)
+    assert needs.weights_bytes == 35 * GB and needs.working_bytes == int(3.5 * GB)
+    assert needs.main_bytes == 38.5 * GB - 20 * GB and needs.fits
+    assert needs.tokens_per_s is None, "the CPU decides"
+    for other in (
+        replace(beside, main_bytes=27 * GB),
+        replace(beside, room_bytes=10 * GB),
+        replace(beside, device="cpu"),
+        replace(beside, config=EngineConfig(cpu_experts="0")),
+        replace(beside, config=EngineConfig(quantization="none")),
+    ):
+        found = other.needs(facts, path, 22 * GB)
+        assert not found.main_bytes and not found.fits
+    assert not beside.needs(replace(facts, experts_share=0.0), path, 22 * GB).fits
+    assert replace(beside, room_bytes=50 * GB).needs(facts, path, 22 * GB).main_bytes == 0

@@ -67,6 +67,8 @@ class Schedule:
         if is_deep:
             self.setting |= {"depth": 2 + seed % 7, "run_ahead_ms": 20.0}
         self.driver = self.make_driver()
+        declines = np.random.default_rng([seed, 10]).choice([0.0, 0.5])
+        self.driver.executor.device.declines = float(declines)
         self.p_add = 0.03 if is_deep else float(rng.choice([0.2, 0.5, 0.8]))
         self.p_abort = float(rng.choice([0.0, 0.01] if is_deep else [0.0, 0.05, 0.2]))
         self.p_fail = float(rng.choice([0.0, 0.0, 0.02]))

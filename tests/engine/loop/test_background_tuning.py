@@ -66,13 +66,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[LocalExecuto
 
     def start(num_untuned: int = 3, num_waiting: int = 0, **config: Any) -> Any:
         tuner = Tuner()
-        info = SimpleNamespace(device="cuda:0", max_in_flight=2, num_untuned=num_untuned)
+        info = SimpleNamespace(
+            device="cuda:0", max_in_flight=2, num_untuned=num_untuned, quantization=None
+        )
 
         def build_runner(*_: object) -> Any:
             return Runner(num_waiting), info
 
         monkeypatch.setattr(build, "build_runner", build_runner)
-        monkeypatch.setattr(executor_module, "make_tuner", lambda path, num_shapes: tuner)
+        monkeypatch.setattr(
+            executor_module, "make_tuner", lambda path, num_shapes, quantization: tuner
+        )
         executor = LocalExecutor(EngineConfig(**config), Path("model"))
         executor.start(lambda phase, share: None)
         return executor, tuner
@@ -118,7 +122,7 @@ def run_tuner(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Run this program in the place of `termgen`, until it has ended."""
     monkeypatch.setattr(executor_module, "PROGRAM", program)
     monkeypatch.setattr(executor_module, "TUNE_AFTER_S", 0.0)
-    tuner = executor_module.make_tuner(Path("some-model"), 5)
+    tuner = executor_module.make_tuner(Path("some-model"), 5, "int8")
     assert isinstance(tuner, IdleProcess)
     tuner.rest()
     deadline = time.monotonic() + 30
@@ -135,7 +139,7 @@ def test_its_result_is_logged(
     run_tuner(monkeypatch, "import sys; print('one\\n' + ' '.join(sys.argv[1:]))")
     first, last = (record.message for record in caplog.records)
     assert first.startswith("measuring 5 products of this model on this GPU while no request runs")
-    assert last == "tune --background some-model"
+    assert last == "tune --background --quantization int8 some-model"
 
 
 def test_its_failure_is_logged(

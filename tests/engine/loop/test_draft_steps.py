@@ -61,6 +61,22 @@ def test_a_step_keeps_the_right_drafts_and_one_token_more(depth: int, num_right:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("declines", [0.5, 1.0])
+def test_a_device_may_compute_fewer_drafts_than_there_are_places(
+    depth: int, declines: float
+) -> None:
+    driver = driver_of(depth, 4, 2)
+    driver.executor.device.declines = declines
+    bearers = [driver.submit(f"{i}", [i, 1], max_tokens=30 + i) for i in range(3)]
+    driver.run()
+    for bearer in bearers:
+        assert bearer.tokens == driver.reference(bearer)
+    stats = driver.scheduler.stats
+    assert (stats.num_accepted_tokens > 0) == (declines < 1.0) == (stats.num_draft_tokens > 0)
+    driver.assert_drained()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
 def test_rows_under_a_grammar_have_none(depth: int) -> None:
     """The host masks one place of a row."""
     driver = ConstrainedDriver(depth=depth, num_drafts=3)

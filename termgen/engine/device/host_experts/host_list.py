@@ -12,6 +12,8 @@ from termgen.engine.device.native.int8_blocks import Int8Blocks, Quantized
 from termgen.engine.device.quantization.gathered_rows import RoundedLinear
 from termgen.engine.device.quantization.group_experts import Form, form_of
 
+_CARD_BITS = {Form.EIGHT_BITS: 9.0, Form.FOUR_BITS: 5.0, Form.FLOATS: 4.5}
+"""Bits that a weight takes on a GPU."""
 _PART_NUMBERS = 2**26
 """Numbers of a matrix that are rounded at a time, on the GPU."""
 
@@ -34,7 +36,8 @@ class HostExperts(ExpertList):
     @property
     def card_bytes(self) -> int:
         """Bytes of all matrices, were they on the GPU."""
-        return sum(matrix.blocks.tiles.nbytes for matrix in self._matrices)
+        num, num_rows, num_columns = self.shape
+        return int(num * num_rows * num_columns * _CARD_BITS[self.form] / 8)
 
     @property
     def form(self) -> Form:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from termgen.engine.device.kernels.gemm.small_gemm_config import Shape
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.weight_slot import WeightSlot, empty_parameter
@@ -54,6 +55,10 @@ class LinearMethod(Protocol):
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight in the model's type: ids [T] -> [T, in_features]."""
+
+    def shapes(self) -> list[Shape]:
+        """The weights that a product reads, one for each kernel, as `termgen tune` measures them;
+        none where there is no choice of kernels. After loading."""
 
 
 LinearMethodFactory = Callable[[LinearSpec], LinearMethod]
@@ -210,6 +215,9 @@ class FloatLinear(nn.Module):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.weight is not None, "the spec did not say that rows are looked up"
         return F.embedding(ids, self.weight)
+
+    def shapes(self) -> list[Shape]:
+        return [Shape(self._spec.out_features, self._spec.in_features)]
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

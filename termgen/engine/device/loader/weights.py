@@ -104,6 +104,22 @@ def load_weights(
             raise _named_in_file(checkpoint) or error from None
 
 
+def kept_kinds(
+    model: LoadableModel, checkpoint: TensorSource
+) -> Iterator[tuple[WeightSlot, str | None]]:
+    """Every slot that loading would fill, with the kind of the blocks that it would keep. Raises
+    CorruptFileError, as loading does, for tensors that are not there or too many."""
+    names = checkpoint.names()
+    slots = _slots_in(model.weight_slots(), set(names))
+    _check_names(set(slots), names, model.ignored_weights())
+    for slot in slots.values():
+        if _keeps_blocks(slot, checkpoint):
+            assert isinstance(checkpoint, StoredSource)
+            yield slot, checkpoint.kind(slot.name)
+        else:
+            yield slot, None
+
+
 def _keeps_blocks(slot: WeightSlot, checkpoint: TensorSource) -> bool:
     """True if the checkpoint has blocks of a kind that the slot takes as they are."""
     if not slot.kinds or not isinstance(checkpoint, StoredSource):

@@ -66,6 +66,11 @@ _BYTES = {"int8": 1.0, "q4": 0.6}
 """Bytes of a parameter on a CPU, not much more than there are."""
 _GROUPS_ON_A_GPU = "termgen.engine.device.quantization.int8_groups:GroupLinears"
 _MIXED_FLOAT8 = "termgen.engine.device.quantization.mixed_float8:MixedFloat8Linears"
+_PLANNED = {
+    "int8": "termgen.engine.device.quantization.planned:PlannedGroups",
+    "q4": "termgen.engine.device.quantization.planned:PlannedGroups4",
+    "fp8": "termgen.engine.device.quantization.planned:PlannedFloat8",
+}
 _EXPERTS_ON_A_CPU = "termgen.engine.device.quantization.block_experts:BlockExperts"
 
 
@@ -103,6 +108,18 @@ def build_model(
     )
     if make_experts is not None:
         build = replace(build, make_experts=make_experts)
+    return make_model(config, build, attention, recurrent)
+
+
+def make_model(
+    config: ModelConfig,
+    build: Build,
+    attention: GroupedAttention,
+    recurrent: GatedDeltaNet | None = None,
+) -> CausalDecoder:
+    """A model whose layers are made as `build` says. Raises UnsupportedModelError."""
+    if config.architecture not in MODELS:
+        raise unsupported_architecture(config.architecture)
     model: CausalDecoder = resolve_name(MODELS[config.architecture])(
         config, build, attention, recurrent
     )
@@ -132,7 +149,7 @@ def make_build(
 
     if quantization in ("int8", "q4") and device.type == "cuda":
         check_quantization(quantization, device)
-        groups = resolve_name(_GROUPS_ON_A_GPU)()
+        groups = resolve_name(_GROUPS_ON_A_GPU)(tuned)
         is_q4 = quantization == "q4"
         return Build(
             *(dtype, device, groups.in_4_bits if is_q4 else groups, ops),
@@ -147,7 +164,8 @@ def make_build(
                 "quantization fp8 covers no mixtures of experts; int8 and q4 do",
                 param="quantization",
             )
-        floats, method = _linear_method(None, device, tuned), _linear_method("fp8", device)()
+        floats = _linear_method(None, device, tuned)
+        method = _linear_method("fp8", device)(tuned)
         if keeps_floats:
             method = resolve_name(_MIXED_FLOAT8)(method, floats)
         return Build(dtype, device, method, ops, table_method=floats)
@@ -162,6 +180,24 @@ def make_build(
         router_method=None if quantization is None else FloatLinear,
         table_method=_linear_method("int8", device) if quantization == "q4" else method,
     )
+
+
+def make_planned_build(
+    config: ModelConfig, *, quantization: str | None, device: torch.device, ops: LayerOps
+) -> Build:
+    """Layers without memory, which know what `device` would multiply: in the place of those of
+    `make_build`. Raises ConfigError, as that does."""
+    import torch  # seconds
+
+    from termgen.engine.device.layers.linear import Build, FloatLinear
+
+    dtype, meta = torch.bfloat16, torch.device("meta")
+    if quantization is None:
+        return Build(dtype, meta, FloatLinear, ops)
+    make_build(config, dtype=dtype, device=device, quantization=quantization, ops=ops)
+    method = resolve_name(_PLANNED[quantization])
+    of_tables = FloatLinear if quantization == "fp8" else resolve_name(_PLANNED["int8"])
+    return Build(*(dtype, meta, method, ops), router_method=FloatLinear, table_method=of_tables)
 
 
 def _linear_method(

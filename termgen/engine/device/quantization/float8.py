@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from termgen.engine.device.kernels.gemm.float8_config import float8_cut
 from termgen.engine.device.kernels.gemm.float8_gemm import (
     BLOCK_ROWS,
     FLOAT8,
@@ -23,14 +24,16 @@ from termgen.engine.device.kernels.gemm.float8_gemm import (
     pack,
     widen,
 )
-from termgen.engine.device.kernels.gemm.float8_table import MEASURED
 from termgen.engine.device.kernels.gemm.small_gemm_config import (
     MAX_ROWS,
     ROW_BANDS,
     SHIPPED_CAPABILITY,
-    SmallGemmConfig,
+    ByRows,
+    Shape,
+    Tuned,
+    Weights,
     band_of,
-    nearest,
+    measured,
 )
 from termgen.engine.device.layers.linear import LinearMethod, LinearSpec
 from termgen.engine.device.layers.stored_rows import StoredRows
@@ -45,17 +48,18 @@ from termgen.engine.device.quantization.stored_matrices import (
 _LARGEST = torch.finfo(FLOAT8).max
 _PART_NUMBERS = 2**26
 """Numbers of a weight that are widened, or rounded, at a time."""
-_LEAST_MMA_ROWS, _MOST_GEMV_ROWS = 16, 2
 
 
 class Float8Linears:
     """LinearMethodFactory: makes the layers of one model, which share a workspace."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuned: Tuned | None = None) -> None:
+        """tuned: what was measured on this GPU."""
         self._shared = SharedWorkspace()
+        self._tuned = tuned
 
     def __call__(self, spec: LinearSpec) -> LinearMethod:
-        return Float8Linear(spec, self._shared)
+        return Float8Linear(spec, self._shared, self._tuned)
 
 
 class Float8Linear(nn.Module):
@@ -63,7 +67,9 @@ class Float8Linear(nn.Module):
 
     kinds = FLOAT8_KINDS
 
-    def __init__(self, spec: LinearSpec, shared: SharedWorkspace) -> None:
+    def __init__(
+        self, spec: LinearSpec, shared: SharedWorkspace, tuned: Tuned | None = None
+    ) -> None:
         super().__init__()
         size = (spec.out_features, spec.in_features)
         self._padding = -spec.in_features % GROUP
@@ -75,10 +81,19 @@ class Float8Linear(nn.Module):
         self._block_rows = BLOCK_ROWS
         self._spec = spec
         self._shared = shared
+        self._tuned = tuned
         is_measured = is_hopper(spec.device)
-        self._configs = {band: choose(band, *size, is_measured) for band in ROW_BANDS}
-        for config in self._configs.values():
-            shared.reserve(config, spec.out_features)
+        self._use({band: float8_cut(band, *size, is_measured) for band in ROW_BANDS})
+
+    def _use(self, configs: ByRows) -> None:
+        self._configs = configs
+        for config in configs.values():
+            if config is not None:
+                self._shared.reserve(config, self._spec.out_features)
+
+    def shapes(self) -> list[Shape]:
+        weights: Weights = "fp8" if self.blocks is None else "fp8-blocks"
+        return [Shape(self._spec.out_features, self._spec.in_features, weights)]
 
     def load_stored(self, rows: StoredRows, first_row: int) -> None:
         numbers, scale = split_float8(rows, self._spec.in_features)
@@ -126,13 +141,19 @@ class Float8Linear(nn.Module):
             first_row += len(rows)
 
     def finalize(self) -> None:
-        """The kernels read the weight as it was loaded."""
+        """The kernels read the weight as it was loaded; only now is known what scales it has."""
+        (shape,) = self.shapes()
+        by_rows = measured(shape, self._spec.dtype, self._tuned)
+        if by_rows is not None:
+            self._use(by_rows)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         num_rows = x.shape[0]
         if not 0 < num_rows <= MAX_ROWS:
             return self._multiply_wide(x, bias)
         config = self._configs[band_of(num_rows)]
+        if config is None:
+            return self._multiply_wide(x, bias)
         workspace = self._shared.on(x.device)
         weight = (self.words, self.scale, bias)
         return float8_gemm(x, *weight, config=config, workspace=workspace, blocks=self.blocks)
@@ -172,23 +193,6 @@ def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # Below this a scale would be no normal number; rows of zeros have no least one.
     scale = torch.where(largest < 2.0**-100, 1.0, scale)
     return (rows / scale[:, None]).to(FLOAT8), scale
-
-
-def choose(
-    band: int, out_features: int, in_features: int, is_measured: bool = True
-) -> SmallGemmConfig:
-    """The configuration for up to `band` rows, one of `ROW_BANDS`: a number of rows and those it is
-    padded to in a recorded step share it, so padding changes no bit of a row.
-
-    is_measured: this GPU is of the generation that the table was measured on.
-    """
-    by_rows = nearest(out_features, in_features, MEASURED) if is_measured else None
-    if by_rows is not None and (config := by_rows[band]) is not None:
-        return config
-    if band <= _MOST_GEMV_ROWS:
-        return SmallGemmConfig("gemv", band, 8, 256, 4, 3)
-    # Two stages of at most 64 rows, 96 KiB, fit the shared memory of every GPU that has the type.
-    return SmallGemmConfig("mma", max(_LEAST_MMA_ROWS, band), 64, RUN.value, 4, 2)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from termgen.engine.device.kernels.gemm.small_gemm_config import Shape
 from termgen.engine.device.layers.linear import LinearSpec
 from termgen.engine.device.native import why_unusable
 from termgen.engine.device.native.int8_blocks import (
@@ -89,6 +90,9 @@ class Int8Linear(RoundedLinear):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         assert self._blocks is not None, "not finalized"
         return self._blocks.rows(ids)[:, : self._spec.in_features].to(self._spec.dtype)
+
+    def shapes(self) -> list[Shape]:
+        return []
 
 
 class Q4Linear(Int8Linear):

@@ -14,6 +14,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from termgen.engine.device.kernels.gemm.small_gemm_config import Shape
 from termgen.engine.device.layers.linear import LinearMethod, LinearMethodFactory, LinearSpec
 from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.quantization.stored_matrices import FLOAT8_KINDS
@@ -90,6 +91,10 @@ class MixedFloat8Linear(nn.Module):
         assert self._parts, "not all rows were loaded"
         for *_, method in self._parts:
             method.finalize()
+
+    def shapes(self) -> list[Shape]:
+        """Those of its parts."""
+        return [shape for *_, method in self._parts for shape in method.shapes()]
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if len(self._parts) == 1:

@@ -22,6 +22,7 @@ from termgen.engine.device.host_experts.placement import (  # noqa: E402
 from termgen.engine.device.host_experts.split_ops import SplitOps  # noqa: E402
 from termgen.engine.device.layers.linear import Build, FloatLinear  # noqa: E402
 from termgen.engine.device.layers.ops import TorchOps  # noqa: E402
+from termgen.engine.device.layers.stored_rows import StoredRows  # noqa: E402
 from termgen.engine.device.native.expert_kernels import Activation  # noqa: E402
 from termgen.engine.device.native.int8_blocks import (  # noqa: E402
     Int8Blocks,
@@ -184,6 +185,35 @@ def test_experts_in_both_widths_are_kept_in_eight_bits(device: str) -> None:
     assert places.down is not None
     found = dequantize(places.down.stored(0))
     torch.testing.assert_close(found.cpu(), expected[1][2], rtol=0, atol=0)
+
+
+def test_values_of_mxfp4_are_floats_on_the_gpu() -> None:
+    build = Build(torch.float32, torch.device("cpu"), FloatLinear, TorchOps())
+    generator = torch.Generator().manual_seed(4)
+    lists = []
+    for num_rows, num_columns in ((2 * INNER, HIDDEN), (HIDDEN, INNER)):
+        matrices = HostExperts((4, num_rows, num_columns), build, 8)
+        for expert in range(4):
+            shape = num_rows, num_columns // 32, 17
+            blocks = torch.randint(0, 256, shape, generator=generator)
+            blocks[:, :, 0] = blocks[:, :, 0] % 4 + 118
+            matrices.load_stored(expert, StoredRows("MXFP4", blocks.to(torch.uint8)))
+        lists.append(matrices)
+    compute = HostCompute(HIDDEN, TOP_K, 8, device=torch.device("cpu"), threads=1)
+    places = ExpertPlaces(
+        *(0, (lists[0], lists[1]), compute),
+        num_experts=4,
+        num_on_card=2,
+        activation=Activation("silu"),
+    )
+    places.replace(1, 3)
+    for host, card in ((lists[0], places.gate_up), (lists[1], places.down)):
+        assert card is not None and card.weights.are_floats
+        held = sum(p.nbytes for p in card.parameters()) - card.row_scale.nbytes
+        assert host.card_bytes == 2 * held
+        for slot, expert in enumerate(places.on_card):
+            expected = dequantize(host.blocks[expert].quantized())
+            assert torch.equal(dequantize(card.stored(slot)), expected)
 
 
 def test_what_was_rounded_is_found_again() -> None:

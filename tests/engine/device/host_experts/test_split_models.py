@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from gguf_experts import write_experts
 from paged_model import PagedModel, Row, load
 from triton_device import require_triton
 
@@ -18,9 +20,12 @@ from termgen.engine.device.config.model_config import ModelConfig  # noqa: E402
 from termgen.engine.device.host_experts.host_list import HostExperts  # noqa: E402
 from termgen.engine.device.host_experts.placement import ExpertPlaces  # noqa: E402
 from termgen.engine.device.host_experts.split_ops import run_split  # noqa: E402
+from termgen.engine.device.layers.matrix_list import MatrixList  # noqa: E402
 from termgen.engine.device.layers.ops import TorchOps  # noqa: E402
+from termgen.engine.device.quantization.int8 import Int8Linear  # noqa: E402
 from termgen.engine.device.runner.cpu_experts import CpuExperts  # noqa: E402
 
+Q = gguf.GGMLQuantizationType
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32},
     "mixtral": {"intermediate_size": 64},
@@ -74,3 +79,24 @@ def test_a_model_has_experts_in_two_places(
         rows = [Row(1, i, [token])]
         torch.testing.assert_close(second.step(rows)[0], first.step(rows)[0], rtol=1e-3, atol=2e-4)
     assert int(cpu_experts.placement.counts.sum()) > 0
+
+
+@pytest.mark.parametrize("quant", [Q.Q8_0, Q.Q4_0])
+def test_blocks_of_a_file_are_kept(
+    quant: gguf.GGMLQuantizationType, tiny_model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tiny_model_dir("qwen3_moe", moe_intermediate_size=32)
+    path = write_experts(folder, tmp_path / "m.gguf", "qwen3moe", quant=quant)
+    whole = load(path, quantization="int8")
+    split = load(path, quantization="int8", ops=Ops(), cpu_experts=choice(whole.config, 5))
+    for part in ("gate_up", "down"):
+        host = split.get_submodule(f"layers.0.mlp.{part}")
+        kept = whole.get_submodule(f"layers.0.mlp.{part}")
+        assert isinstance(host, HostExperts) and isinstance(kept, MatrixList)
+        for one, method in zip(host.blocks, kept._methods, strict=True):
+            assert isinstance(method, Int8Linear)
+            assert one.num_bits == method.blocks.num_bits == (8 if quant == Q.Q8_0 else 4)
+            assert torch.equal(one.tiles, method.blocks.tiles)
+    rows = [Row(0, 0, [3, 60, 200, 7])]
+    expected = PagedModel(whole).step(rows)[0]
+    torch.testing.assert_close(PagedModel(split).step(rows)[0], expected, rtol=1e-3, atol=2e-4)

@@ -14,10 +14,10 @@ from termgen.engine.device.native.int8_blocks import BLOCK, dequantize, keep_row
 from termgen.engine.device.quantization.affine_blocks import KINDS, affine
 from termgen.engine.device.quantization.gguf_blocks import dequantize as dequantize_blocks
 from termgen.engine.device.quantization.int8 import Int8Linear
+from termgen.engine.device.quantization.planned import OF_16_LEVELS
 from termgen.engine.gguf.gguf_file import GGML_TYPES
 
 CPU = torch.device("cpu")
-FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K"}
 GGUF_KINDS = sorted(KINDS & {*TYPE_IDS})
 
 
@@ -44,7 +44,7 @@ def test_no_value_is_rounded(kind: str) -> None:
     largest = scale.double().abs()[:, None] * 255 + low.double().abs()[:, None]
     assert ((found - expected).abs() <= largest * 1e-6).all()
     is_coarse = bool((numbers % 17 == 0).all())
-    assert is_coarse == (kind in FOUR_BITS)
+    assert is_coarse == (kind in OF_16_LEVELS)
 
 
 @pytest.mark.parametrize("kind", GGUF_KINDS)
@@ -68,7 +68,7 @@ def test_a_layer_multiplies_by_what_the_file_has(kind: str) -> None:
     layer.load_stored(second, 40)
     layer.finalize()
     assert layer._blocks is not None
-    assert [run.num_bits for run in layer._blocks.runs] == [4 if kind in FOUR_BITS else 8]
+    assert [run.num_bits for run in layer._blocks.runs] == [4 if kind in OF_16_LEVELS else 8]
     weight = torch.cat((some, others))
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
     ids = torch.tensor([63, 0, 40])

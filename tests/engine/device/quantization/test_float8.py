@@ -19,13 +19,13 @@ from termgen.errors import ConfigError
 
 require_triton()
 
+from termgen.engine.device.kernels.gemm.float8_config import float8_cut  # noqa: E402
 from termgen.engine.device.kernels.gemm.float8_table import MEASURED  # noqa: E402
 from termgen.engine.device.kernels.gemm.small_gemm_config import ROW_BANDS  # noqa: E402
 from termgen.engine.device.quantization import float8  # noqa: E402
 from termgen.engine.device.quantization.float8 import (  # noqa: E402
     Float8Linear,
     Float8Linears,
-    choose,
     round_rows,
 )
 
@@ -108,7 +108,7 @@ def test_numbers_of_rows_in_one_band_share_a_configuration() -> None:
     for n, k in [*MEASURED, (576, 1536), (100, 100)]:
         for band in ROW_BANDS:
             for is_measured in (False, True):
-                config = choose(band, n, k, is_measured)
+                config = float8_cut(band, n, k, is_measured)
                 assert config.block_m >= band
                 assert config.kind == "gemv" or config.block_k == float8.RUN.value
 

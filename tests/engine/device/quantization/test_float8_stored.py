@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,13 @@ from termgen.errors import CorruptFileError
 
 require_triton()
 
+from termgen.engine.device.kernels.gemm.small_gemm_config import (  # noqa: E402
+    ROW_BANDS,
+    ByRows,
+    Shape,
+    SmallGemmConfig,
+    Weights,
+)
 from termgen.engine.device.quantization import float8  # noqa: E402
 from termgen.engine.device.quantization.float8 import Float8Linear, Float8Linears  # noqa: E402
 
@@ -138,6 +146,43 @@ def test_products_of_large_matrices_on_a_gpu(
         found, expected = layer.multiply(x, None).double(), x.double() @ weight.T
         error = (found - expected).norm() / expected.norm()
         assert error < ROUNDING[dtype] * (1 if count <= 64 else 2), (count, error)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize("name", ["one block", "scales of parts"])
+def test_what_was_measured_is_used(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, name: str
+) -> None:
+    """The shape says which scales a weight has. Where cuBLAS was faster, it is widened."""
+    weights = "fp8-blocks" if name == "one block" else "fp8"
+    found: ByRows = {
+        rows: None
+        if rows in (4, 64)
+        else SmallGemmConfig("mma", max(16, rows), 32, 64, 4, 2, splits=2)
+        for rows in ROW_BANDS
+    }
+    asked = []
+
+    class Measured:
+        def get(self, n: int, k: int, weights: Weights = "half") -> ByRows | None:
+            asked.append(Shape(n, k, weights))
+            return found
+
+    monkeypatch.setattr(
+        "test_float8_stored.Float8Linears", functools.partial(Float8Linears, Measured())
+    )
+    columns = 384
+    layer, weight = fused(FUSED[name], columns, dtype, device, seed=1)
+    is_half = dtype.itemsize == 2
+    shape = Shape(len(weight), columns, weights)  # type: ignore[arg-type]
+    assert layer.shapes() == [shape]
+    assert asked == ([shape] if is_half else []), "float32 was not measured"
+    assert (layer._configs == found) == is_half
+    for count in (1, 4, 16, 64):
+        x = normal(count, columns, dtype=dtype, device=device, seed=count)
+        room = x.double().abs() @ weight.abs().T * ROUNDING[dtype] * 2
+        error = (layer.multiply(x, None).double() - x.double() @ weight.T).abs()
+        assert (error <= room + torch.finfo(dtype).smallest_normal).all(), count
 
 
 @pytest.fixture

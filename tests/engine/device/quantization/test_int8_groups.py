@@ -15,20 +15,25 @@ from termgen.engine.device.native.int8_blocks import dequantize, quantize_rows
 
 require_triton()
 
+from termgen.engine.device.kernels.gemm.small_gemm_config import (  # noqa: E402
+    GROUP_BANDS,
+    ByRows,
+    Shape,
+    SmallGemmConfig,
+    Weights,
+)
 from termgen.engine.device.quantization import int8_groups  # noqa: E402
 from termgen.engine.device.quantization.affine_blocks import affine  # noqa: E402
 from termgen.engine.device.quantization.gathered_rows import RoundedLinear  # noqa: E402
 from termgen.engine.device.quantization.gguf_blocks import ROUNDED, expanded  # noqa: E402
 from termgen.engine.device.quantization.halved_blocks import WIDTHS  # noqa: E402
 from termgen.engine.device.quantization.int8_groups import (  # noqa: E402
-    BANDS,
-    TILE,
     Group4Linear,
     GroupLinear,
     GroupLinears,
     choose,
-    widths,
 )
+from termgen.engine.device.quantization.planned import TILE, widths  # noqa: E402
 
 
 def make_layer(num_rows: int, num_columns: int, dtype: torch.dtype, device: str) -> GroupLinear:
@@ -174,6 +179,39 @@ def test_other_types_are_expanded_on_the_device(kind: str, device: str) -> None:
     assert torch.equal(kept, twin.embed(torch.arange(6, device=device)))
 
 
+class Measured:
+    """`Tuned`: some shapes; and what was asked for."""
+
+    def __init__(self, found: dict[Shape, ByRows]) -> None:
+        self.found = found
+        self.asked: list[Shape] = []
+
+    def get(self, n: int, k: int, weights: Weights = "half") -> ByRows | None:
+        self.asked.append(Shape(n, k, weights))
+        return self.found.get(Shape(n, k, weights))
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+def test_what_was_measured_is_used(device: str, dtype: torch.dtype) -> None:
+    """Each run of rows is a shape of its own. Where cuBLAS was faster, rows are widened."""
+    of_four = {
+        rows: SmallGemmConfig("mma", max(16, rows), 32, 2, 4, 2, splits=2) for rows in GROUP_BANDS
+    }
+    of_eight: ByRows = {rows: None if rows in (4, 64) else of_four[rows] for rows in GROUP_BANDS}
+    tuned = Measured({Shape(96, 512, "int4"): of_four, Shape(64, 512, "int8"): of_eight})
+    spec = LinearSpec(512, 160, dtype, torch.device(device), is_looked_up=True)
+    layer = GroupLinears(tuned)(spec)
+    assert isinstance(layer, GroupLinear)
+    values = torch.randn(160, 512, generator=torch.Generator().manual_seed(6)) / 512**0.5
+    layer.load_stored(gguf_rows(values[:96], "Q4_0"), 0)
+    layer.load_stored(gguf_rows(values[96:], "Q8_0"), 96)
+    layer.finalize()
+    is_half = dtype.itemsize == 2
+    assert tuned.asked == (layer.shapes() if is_half else []), "float32 was not measured"
+    assert ([run.configs for run in layer._runs] == [of_four, of_eight]) == is_half
+    check_products(layer, layer.embed(torch.arange(160, device=device)), dtype)
+
+
 def test_widths_go_by_tiles_of_rows() -> None:
     numbers = torch.full((5 * TILE + 3, 32), 34, dtype=torch.uint8)
     assert widths(numbers) == [(0, 5 * TILE + 3, 4)]
@@ -201,7 +239,7 @@ def test_every_band_has_a_configuration_that_fits_small_gpus(
     for n, k in [(28672, 4096), (4096, 14336), (576, 1536), (33, 100)]:
         spec = LinearSpec(k, n, dtype, torch.device("cpu"), is_looked_up=True)
         for num_bits in (4, 8):
-            for band in BANDS:
+            for band in GROUP_BANDS:
                 config = choose(band, n, k, num_bits, spec)
                 assert config.block_m >= band
                 is_few = band == 1 or (band == 2 and num_bits == 4)

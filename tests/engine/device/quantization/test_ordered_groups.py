@@ -25,11 +25,10 @@ from termgen.errors import CorruptFileError
 require_triton()
 
 from termgen.engine.device.quantization import int8_groups  # noqa: E402
+from termgen.engine.device.quantization.column_orders import in_one_order  # noqa: E402
 from termgen.engine.device.quantization.int8_groups import (  # noqa: E402
-    Form,
     GroupLinear,
     GroupLinears,
-    in_one_form,
 )
 
 TinyModelDir = Callable[..., Path]
@@ -116,13 +115,12 @@ def test_products_are_those_of_the_columns_in_their_order(
     assert difference <= weight.abs().max() * ROUNDING[dtype]
 
 
-def test_neighbours_with_one_form_are_a_run() -> None:
-    one, two, plain = Form(1), Form(halved_bits=8), Form()
-    parts = [(8, 16, one), (0, 8, one), (20, 24, two), (24, 30, one)]
-    expected = [(0, 16, one), (16, 20, plain), (20, 24, two), (24, 30, one), (30, 40, plain)]
+def test_neighbours_with_one_order_are_a_run() -> None:
+    parts = [(8, 16, 1), (0, 8, 1), (20, 24, 2), (24, 30, 1)]
+    expected = [(0, 16, 1), (16, 20, 0), (20, 24, 2), (24, 30, 1), (30, 40, 0)]
     for shuffled in itertools.permutations(parts):
-        assert in_one_form(list(shuffled), 40) == expected
-    assert in_one_form([], 40) == [(0, 40, plain)]
+        assert in_one_order(list(shuffled), 40) == expected
+    assert in_one_order([], 40) == [(0, 40, 0)]
 
 
 FORMATS: dict[str, tuple[dict[str, object], Write]] = {

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +16,33 @@ import torch
 import torch.nn.functional as F
 
 from termgen.config import EngineConfig
+from termgen.engine.device.attention.groups import GroupedAttention
+from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.kernels.gemm.candidates import Found, Gpu, candidates_by_rows
 from termgen.engine.device.kernels.gemm.small_gemm_config import (
+    GROUP_BANDS,
     MAX_ROWS,
     ROW_BANDS,
+    Shape,
     SmallGemmConfig,
+    Weights,
     band_of,
 )
 from termgen.engine.device.kernels.gemm.tuned_tables import TunedTables
-from termgen.engine.device.layers.linear import Linear
+from termgen.engine.device.layers.linear import Linear, VocabEmbedding
+from termgen.engine.device.layers.ops import TorchOps
 from termgen.engine.device.loader import load_model_config
+from termgen.engine.device.loader.weights import load_dummy
+from termgen.engine.device.models import registry
 from termgen.engine.device.runner import build, tuning
-from termgen.engine.device.runner.tuning import linear_shapes, plan, shapes_of, tune_shape
+from termgen.engine.device.runner.tuning import (
+    linear_shapes,
+    make_tables,
+    plan,
+    shapes_of,
+    tune_shape,
+)
 from termgen.errors import ConfigError, EngineError, UnsupportedModelError
 from termgen.library.catalog import tuned_folder
 
@@ -48,7 +63,7 @@ LLAMA = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
-LLAMA_SHAPES = [(1024, 512), (512, 512), (2048, 512), (512, 1024)]
+LLAMA_SHAPES = [Shape(1024, 512), Shape(512, 512), Shape(2048, 512), Shape(512, 1024)]
 """Those of q/k/v and the head, which are alike; output projection; gate and up; down."""
 
 
@@ -88,13 +103,17 @@ def test_the_shapes_of_a_family(
     family: str, expected: list[tuple[int, int]], tiny_model_dir: TinyModelDir
 ) -> None:
     """Experts have kernels of their own: of them only the router is a linear layer."""
-    assert shapes_of(load_model_config(tiny_model_dir(family))) == expected
+    assert shapes_of(load_model_config(tiny_model_dir(family))) == [Shape(*one) for one in expected]
 
 
-def test_the_shapes_need_no_memory(made_up: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8", "q4", "fp8"])
+def test_the_shapes_need_no_memory(
+    quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "why_unusable", lambda *_, **__: "")
     large = LLAMA | {"num_hidden_layers": 400, "hidden_size": 16384, "intermediate_size": 65536}
-    shapes = shapes_of(ModelConfig.from_hf(large))
-    assert (131072, 16384) in shapes, "1.3 TB of weights"
+    shapes = shapes_of(ModelConfig.from_hf(large), quantization)
+    assert (131072, 16384) in {shape[:2] for shape in shapes}, "1.3 TB of weights"
 
 
 def test_the_shapes_of_a_loaded_model_are_the_same(tiny_llama_dir: Path) -> None:
@@ -106,7 +125,7 @@ def test_the_shapes_of_a_loaded_model_are_the_same(tiny_llama_dir: Path) -> None
 
 def test_a_width_that_no_kernel_can_load_is_left_out() -> None:
     odd = LLAMA | {"intermediate_size": 1000}
-    assert (512, 1000) not in shapes_of(ModelConfig.from_hf(odd))
+    assert Shape(512, 1000) not in shapes_of(ModelConfig.from_hf(odd))
 
 
 def test_a_model_of_transformers_has_no_shapes() -> None:
@@ -121,8 +140,9 @@ def made_up_times(
     """A measurement in which these are the fastest for their rows, and what it was asked for."""
     asked: list[tuple[int, SmallGemmConfig | None]] = []
 
-    def measure(n: int, k: int, tried: dict[int, list[SmallGemmConfig]]) -> Any:
-        assert tried == candidates_by_rows(n, k, HOPPER)
+    def measure(shape: Shape, tried: dict[int, list[SmallGemmConfig]]) -> Any:
+        n, k, weights = shape
+        assert tried == candidates_by_rows(n, k, HOPPER, weights)
 
         def timer_for(rows: int) -> tuning.Timer:
             def seconds(config: SmallGemmConfig | None) -> float:
@@ -145,7 +165,7 @@ def test_a_shape_is_measured_and_kept() -> None:
     measure, asked = made_up_times(best)
     tables = TunedTables(tuned_folder(), HOPPER)
     assert tables.get(n, k) is None
-    done = tune_shape(n, k, tables, measure)
+    done = tune_shape(Shape(n, k), tables, measure)
     assert {rows: found.choice for rows, found in done.found.items()} == best
     assert {rows: found.chosen_seconds for rows, found in done.found.items()} == {
         rows: 5e-6 if rows == 64 else 3e-6 for rows in ROW_BANDS
@@ -170,9 +190,9 @@ def test_only_what_is_missing_is_measured(made_up: Path, monkeypatch: pytest.Mon
     found = plan(made_up)
     assert found.shapes == found.missing == LLAMA_SHAPES
     first = next(found.run())
-    assert (first.n, first.k) == LLAMA_SHAPES[0], "kept before the next one is measured"
+    assert first.shape == LLAMA_SHAPES[0], "kept before the next one is measured"
     assert plan(made_up).missing == LLAMA_SHAPES[1:]
-    assert [(done.n, done.k) for done in plan(made_up).run()] == LLAMA_SHAPES[1:]
+    assert [done.shape for done in plan(made_up).run()] == LLAMA_SHAPES[1:]
     assert plan(made_up).missing == [] and plan(made_up, again=True).missing == LLAMA_SHAPES
 
 
@@ -202,7 +222,7 @@ def test_a_start_reports_what_was_measured(
 ) -> None:
     caplog.set_level(logging.INFO)
     tables = TunedTables(tuned_folder(), HOPPER)
-    tune_shape(*LLAMA_SHAPES[0], tables, made_up_times(dict.fromkeys(ROW_BANDS))[0])
+    tune_shape(LLAMA_SHAPES[0], tables, made_up_times(dict.fromkeys(ROW_BANDS))[0])
     config = EngineConfig(
         model=str(made_up), load_format="dummy", device="cpu", max_model_len=64, dtype="bfloat16"
     )
@@ -212,6 +232,43 @@ def test_a_start_reports_what_was_measured(
     assert "1 of 4 shapes were measured on this GPU" in caplog.text
     assert tuning.report_tuned(runner.model, torch.float32, tables) == 0
     assert tuning.report_tuned(runner.model, torch.bfloat16, None) == 0
+
+
+def test_a_start_counts_the_shapes_of_quantised_weights(
+    made_up: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that the loaded model multiplies, in its forms; and a plan has them, too."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from termgen.engine.device.quantization.int8_groups import GroupLinears
+
+    caplog.set_level(logging.INFO)
+    pretend_a_gpu(monkeypatch)
+    monkeypatch.setattr(registry, "why_unusable", lambda *_, **__: "")
+    config = load_model_config(made_up)
+    groups = GroupLinears()
+    made = registry.make_planned_build(
+        config, quantization="q4", device=torch.device("cuda"), ops=TorchOps()
+    )
+    made = replace(made, device=torch.device("cpu"), method=groups.in_4_bits, table_method=groups)
+    attention = GroupedAttention.without_windows(TorchReferenceAttention(), config.layer_caches)
+    model = registry.make_model(config, made, attention)
+    load_dummy(model, 0)
+    model.finalize()
+    shapes = [shape._replace(weights="int4") for shape in LLAMA_SHAPES]
+    shapes.append(Shape(1024, 512, "int8"))  # the head
+    found = plan(made_up, quantization="q4")
+    assert sorted(found.shapes) == sorted(linear_shapes(model)) == sorted(shapes)
+    monkeypatch.setattr(tuning, "can_choose", lambda k, dtype, device: True)
+    none_best: dict[int, SmallGemmConfig | None] = dict.fromkeys(GROUP_BANDS)
+    tune_shape(shapes[1], found.tables, made_up_times(none_best)[0])
+    tune_shape(LLAMA_SHAPES[2], found.tables, made_up_times(dict.fromkeys(ROW_BANDS))[0])
+    assert tuning.report_tuned(model, torch.bfloat16, found.tables) == 4
+    assert "1 of 5 shapes were measured on this GPU" in caplog.text
+    assert set(plan(made_up, quantization="q4").missing) == {*shapes} - {shapes[1]}
+    measure, _ = made_up_times(none_best)
+    monkeypatch.setattr(tuning, "measure_on", lambda device, gpu: measure)
+    assert len(list(plan(made_up, quantization="q4").run())) == 4
+    assert tuning.report_tuned(model, torch.bfloat16, make_tables(torch.device("cuda"))) == 0
 
 
 # On a GPU.
@@ -237,10 +294,10 @@ def test_a_runner_uses_what_was_measured(made_up: Path) -> None:
     _, before = build.build_runner(config, made_up, lambda phase, share: None)
     assert before.num_untuned == len(LLAMA_SHAPES)
     done = list(plan(made_up).run())
-    assert [(shape.n, shape.k) for shape in done] == LLAMA_SHAPES
-    for shape in done:
-        for rows, found in shape.found.items():
-            print(shape.n, shape.k, rows, found)
+    assert [one.shape for one in done] == LLAMA_SHAPES
+    for one in done:
+        for rows, found in one.found.items():
+            print(one.shape, rows, found)
             assert 0 < found.library_seconds < 1e-3 and 0 < found.seconds < 1e-3
     runner, info = build.build_runner(config, made_up, lambda phase, share: None)
     assert info.num_untuned == 0
@@ -261,10 +318,10 @@ def test_every_candidate_that_a_file_may_name_is_right(made_up: Path) -> None:
     device = torch.device("cuda:0")
     gpu = Gpu.of(device)
     tables = TunedTables(tuned_folder(), gpu)
-    tried = {shape: candidates_by_rows(*shape, gpu) for shape in LLAMA_SHAPES}
+    tried = {shape: candidates_by_rows(*shape[:2], gpu) for shape in LLAMA_SHAPES}
     most = max(len(configs) for by_rows in tried.values() for configs in by_rows.values())
     for place in range(0, most, 3):
-        for (n, k), by_rows in tried.items():
+        for (n, k, _), by_rows in tried.items():
             chosen = {rows: configs[place % len(configs)] for rows, configs in by_rows.items()}
             tables.write(n, k, {rows: Found(c, 1e-6, 2e-6) for rows, c in chosen.items()})
         config = config_for(made_up, device="cuda", enforce_eager=True)
@@ -280,12 +337,12 @@ def test_a_candidate_that_is_wrong_or_cannot_run_is_not_timed(
 ) -> None:
     from triton.runtime.errors import OutOfResources
 
-    from termgen.engine.device.kernels.gemm import timing
+    from termgen.engine.device.kernels.gemm import timed_weights, timing
 
     device = torch.device("cuda:0")
     gpu = Gpu.of(device)
     right, wrong, large = candidates_by_rows(1024, 512, gpu)[1][:3]
-    real = timing.small_gemm
+    real = timed_weights.small_gemm
 
     def small_gemm(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
         if options["config"] == large:
@@ -293,8 +350,75 @@ def test_a_candidate_that_is_wrong_or_cannot_run_is_not_timed(
         out = real(x, weight, **options)
         return out.mul_(1.5) if options["config"] == wrong else out
 
-    monkeypatch.setattr(timing, "small_gemm", small_gemm)
-    time = timing.Products(1024, 512, gpu, device).timer(1, [right, wrong, large])
+    monkeypatch.setattr(timed_weights, "small_gemm", small_gemm)
+    time = timing.Products(Shape(1024, 512), gpu, device).timer(1, [right, wrong, large])
     assert 0 < time(right) < 1e-3 and 0 < time(None) < 1e-3
     assert time(wrong) == time(large) == math.inf
     assert "is wrong for 1 rows" in caplog.text and "cannot run" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["int8", "q4", "fp8"])
+def test_a_runner_of_quantised_weights_uses_what_was_measured(
+    made_up: Path, quantization: str
+) -> None:
+    device = torch.device("cuda:0")
+    config = config_for(made_up, device="cuda", enforce_eager=True, quantization=quantization)
+    shapes = plan(made_up, quantization=quantization).shapes
+    _, before = build.build_runner(config, made_up, lambda phase, share: None)
+    assert before.num_untuned == len(shapes)
+    assert {shape.weights for shape in shapes} == {
+        "int8": {"int8"},
+        "q4": {"int4", "int8"},
+        "fp8": {"fp8", "half"},
+    }[quantization]
+    for one in plan(made_up, quantization=quantization).run():
+        for rows, found in one.found.items():
+            print(one.shape, rows, found)
+            assert 0 < found.library_seconds < 1e-3 and 0 < found.seconds < 1e-3
+    runner, info = build.build_runner(config, made_up, lambda phase, share: None)
+    assert info.num_untuned == 0
+    tables = make_tables(device)
+    assert tables is not None
+    for linear in linears_of(runner):
+        method: Any = linear.method
+        if isinstance(linear, VocabEmbedding):
+            continue
+        if [shape.weights for shape in method.shapes()] == ["half"]:
+            check_products(linear)
+            continue
+        used = [run.configs for run in getattr(method, "_runs", [])] or [method._configs]
+        assert used == [tables.get(*shape) for shape in method.shapes()]
+        weight = method.embed(torch.arange(linear.out_features, device=device)).double()
+        for rows in (1, 2, 3, 8, 16, 33, 64, 65, 128, 129):
+            x = torch.randn(rows, linear.in_features, dtype=torch.bfloat16, device=device)
+            expected = x.double() @ weight.T
+            error = (linear(x).double() - expected).abs().max() / expected.abs().max()
+            assert error < 1e-2, (rows, linear.out_features, linear.in_features, float(error))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "fp8-blocks"])
+@pytest.mark.parametrize(("n", "k"), [(1024, 512), (33 * 16, 1120), (4096, 4096)])
+def test_every_candidate_for_quantised_weights_is_right(
+    weights: Weights, n: int, k: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is checked before it is timed. What a GPU cannot run is left out, but never what is used
+    without a measurement."""
+    from termgen.engine.device.kernels.gemm.float8_config import float8_cut
+    from termgen.engine.device.kernels.gemm.timing import Products
+
+    device = torch.device("cuda:0")
+    gpu = Gpu.of(device)
+    tried = candidates_by_rows(n, k, gpu, weights)
+    products = Products(Shape(n, k, weights), gpu, device)
+    products.compile({config for configs in tried.values() for config in configs})
+    for rows, configs in tried.items():
+        timer = products.timer(rows, configs)
+        times = {config: timer(config) for config in configs}
+        is_group = weights in ("int8", "int4")
+        usual = configs[0] if is_group else float8_cut(rows, n, k, gpu.capability == (9, 0))
+        fastest = min(times.values())
+        print(weights, n, k, rows, usual, times[usual], fastest, timer(None))
+        assert 0 < fastest <= times[usual] < 1e-3
+    assert "is wrong" not in caplog.text

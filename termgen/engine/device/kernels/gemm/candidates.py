@@ -1,4 +1,5 @@
-"""Configurations of `small_gemm` worth timing for a shape on a GPU, and the search among them.
+"""Configurations worth timing for a shape on a GPU, of `small_gemm` and of its siblings for weights
+that are not in 16 bits; and the search among them.
 
 The search knows no device: the caller times a product. Every GPU has its own candidates, by the
 number of its multiprocessors and by the shared memory that a program may have.
@@ -12,9 +13,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from termgen.engine.device.kernels.gemm.float8_config import float8_cut
+from termgen.engine.device.kernels.gemm.group_config import (
+    GROUP_COLUMNS,
+    SPARE_BYTES,
+    group_cut,
+    stage_bytes,
+)
 from termgen.engine.device.kernels.gemm.small_gemm_config import (
-    ROW_BANDS,
+    SHIPPED_CAPABILITY,
+    Shape,
     SmallGemmConfig,
+    Weights,
     band_of,
 )
 
@@ -57,6 +67,15 @@ _FLOAT8_MMA_SHAPES = [  # block_n, block_k, num_warps, num_stages
     *[(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3)],
     (64, 64, 4, 2),  # for GPUs with less shared memory
 ]
+_GROUP_GEMV_WARPS = (1, 2, 4, 8)
+"""A thread has a group: a tile is as wide as its warps."""
+_MOST_GROUP_GEMV_ROWS = 2
+_GROUP_MMA_SHAPES = {  # block_n, block_k, num_warps, num_stages at most
+    16: [(128, 4, 4, 4), (128, 4, 8, 4), (128, 8, 8, 3), (64, 4, 4, 4), (64, 8, 4, 3)],
+    32: [(128, 4, 8, 4), (128, 4, 4, 3), (64, 4, 4, 4), (64, 8, 4, 3)],
+    64: [(128, 4, 8, 4), (128, 4, 8, 3), (128, 4, 4, 3), (64, 4, 4, 4)],
+    128: [(128, 4, 8, 4), (128, 4, 8, 3), (128, 2, 8, 4), (64, 4, 8, 3)],
+}
 _SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024}
 """Compute capability -> shared memory of a program, for a torch that does not say; 99 KiB else."""
 
@@ -135,13 +154,17 @@ def search(
 
 
 def candidates_by_rows(
-    n: int, k: int, gpu: Gpu, *, is_float8: bool = False
+    n: int, k: int, gpu: Gpu, weights: Weights = "half"
 ) -> dict[int, list[SmallGemmConfig]]:
-    """Candidates of a shape in a half type, for each measured number of rows. is_float8: those of
-    `float8_gemm`."""
-    if is_float8:
-        return {rows: float8_candidates(rows, n, k, gpu) for rows in ROW_BANDS}
-    return {rows: candidates(rows, n, k, torch.bfloat16, gpu) for rows in ROW_BANDS}
+    """Candidates of a shape in a half type, for each measured number of rows. Of weights that are
+    not in 16 bits, what is used without a measurement is among them."""
+    bands = Shape(n, k, weights).bands
+    if weights == "half":
+        return {rows: candidates(rows, n, k, torch.bfloat16, gpu) for rows in bands}
+    if weights in ("fp8", "fp8-blocks"):
+        return {rows: float8_candidates(rows, n, k, gpu) for rows in bands}
+    num_bits = 8 if weights == "int8" else 4
+    return {rows: group_candidates(rows, n, k, num_bits, gpu) for rows in bands}
 
 
 def float8_candidates(m: int, n: int, k: int, gpu: Gpu) -> list[SmallGemmConfig]:
@@ -152,15 +175,47 @@ def float8_candidates(m: int, n: int, k: int, gpu: Gpu) -> list[SmallGemmConfig]
             found.append(replace(config, block_k=config.block_k // _FLOAT8_WORD))
     for block_n, block_k, num_warps, num_stages in _FLOAT8_MMA_SHAPES:
         block_m = max(_MIN_MMA_ROWS, band_of(m))
-        tile_bytes = _FLOAT8_WORD * block_k * (block_n + 2 * block_m)
-        if tile_bytes * num_stages > gpu.shared_bytes:
+        if not _holds_float8(block_m, block_n, block_k, num_stages, gpu):
             continue
         tiles, steps = -(-n // block_n), -(-k // (_FLOAT8_WORD * block_k))
         for splits in _split_choices(tiles, steps, gpu.num_sms):
             found.append(
                 SmallGemmConfig("mma", block_m, block_n, block_k, num_warps, num_stages, splits)
             )
-    return [_without_late_prefetch(config, n, gpu) for config in found]
+    found = [_without_late_prefetch(config, n, gpu) for config in found]
+    usual = float8_cut(band_of(m), n, k, gpu.capability == SHIPPED_CAPABILITY)
+    sizes = (usual.block_m, usual.block_n, usual.block_k, usual.num_stages)
+    if usual.kind == "gemv" or _holds_float8(*sizes, gpu):
+        found.append(usual)
+    return list(dict.fromkeys(found))
+
+
+def _holds_float8(block_m: int, block_n: int, block_k: int, num_stages: int, gpu: Gpu) -> bool:
+    tile_bytes = _FLOAT8_WORD * block_k * (block_n + 2 * block_m)
+    return tile_bytes * num_stages <= gpu.shared_bytes
+
+
+def group_candidates(m: int, n: int, k: int, num_bits: int, gpu: Gpu) -> list[SmallGemmConfig]:
+    """Candidates of `group_gemm`, whose block_k counts groups; m: one of `GROUP_BANDS`."""
+    usual = group_cut(m, n, k, num_bits, item_bytes=2, shared_bytes=gpu.shared_bytes)
+    groups = -(-k // GROUP_COLUMNS)
+    found = [usual]
+    if m <= _MOST_GROUP_GEMV_ROWS:
+        for num_warps in _GROUP_GEMV_WARPS:
+            width = 32 * num_warps
+            if num_warps > 1 and width >= 2 * groups:
+                continue
+            found += [SmallGemmConfig("gemv", m, rows, width, num_warps) for rows in (4, 8)]
+    block_m = max(_MIN_MMA_ROWS, m)
+    for block_n, block_k, num_warps, num_stages in _GROUP_MMA_SHAPES[block_m]:
+        of_stage = stage_bytes(block_m, block_n, block_k, num_bits, item_bytes=2)
+        stages = min(num_stages, (gpu.shared_bytes - SPARE_BYTES) // of_stage)
+        if not stages:
+            continue
+        for splits in _split_choices(-(-n // block_n), -(-groups // block_k), gpu.num_sms):
+            config = SmallGemmConfig("mma", block_m, block_n, block_k, num_warps, stages, splits)
+            found.append(_without_late_prefetch(config, n, gpu))
+    return list(dict.fromkeys(found))
 
 
 def candidates(m: int, n: int, k: int, dtype: torch.dtype, gpu: Gpu) -> list[SmallGemmConfig]:

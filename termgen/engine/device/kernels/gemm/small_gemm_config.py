@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +19,9 @@ ROW_BANDS = (1, 2, 4, 8, 16, 32, 64)
 batches are padded within these bands, so padding changes no bit of a row."""
 MAX_ROWS = ROW_BANDS[-1]
 """Rows of x from which on nothing but cuBLAS is worth trying."""
+GROUP_BANDS = (*ROW_BANDS, 128)
+"""The same for weights in groups, whose matrix units take twice as many; from the last on such a
+weight is widened in memory."""
 HALF_TYPES = (torch.bfloat16, torch.float16)
 COLUMNS_MULTIPLE = 16
 """Other values of K give rows that no wide load can start at."""
@@ -71,8 +74,31 @@ class SmallGemmConfig:
         return self.tiles(out_features) * self.splits * self.block_n * self.block_m
 
 
+Weights = Literal["half", "int8", "int4", "fp8", "fp8-blocks"]
+"""How a weight is stored: in 16 bits, in groups of integers, or in 8-bit floats whose scales are
+those of rows alone, or of blocks too."""
+
+
+class Shape(NamedTuple):
+    """A weight [n, k] whose products may be measured."""
+
+    n: int
+    k: int
+    weights: Weights = "half"
+
+    @property
+    def bands(self) -> tuple[int, ...]:
+        """Rows of x for which it is measured."""
+        return GROUP_BANDS if self.weights in ("int8", "int4") else ROW_BANDS
+
+    def __str__(self) -> str:
+        size = f"{self.n} x {self.k}"
+        return size if self.weights == "half" else f"{size} {self.weights}"
+
+
 ByRows = dict[int, SmallGemmConfig | None]
-"""Rows of x -> the fastest up to this many rows; None: cuBLAS."""
+"""Rows of x -> the fastest up to this many rows; None: cuBLAS, with a weight that is not in 16 bits
+widened before."""
 Table = dict[tuple[int, int], ByRows]
 """(N, K) -> what was measured for it."""
 
@@ -80,7 +106,7 @@ Table = dict[tuple[int, int], ByRows]
 class Tuned(Protocol):
     """Shapes measured on this GPU."""
 
-    def get(self, n: int, k: int) -> ByRows | None: ...
+    def get(self, n: int, k: int, weights: Weights = "half") -> ByRows | None: ...
 
 
 def band_of(m: int) -> int:
@@ -94,6 +120,12 @@ def can_choose(k: int, dtype: torch.dtype, device: torch.device) -> bool:
         return False
     is_able = torch.cuda.get_device_capability(device) >= MIN_COMPUTE_CAPABILITY
     return is_able and dtype in HALF_TYPES and k % COLUMNS_MULTIPLE == 0
+
+
+def measured(shape: Shape, dtype: torch.dtype, tuned: Tuned | None) -> ByRows | None:
+    """What was measured on this GPU for a weight that is not in 16 bits; None: nothing that holds
+    for activations of the type."""
+    return tuned.get(*shape) if tuned is not None and dtype in HALF_TYPES else None
 
 
 def choose(

@@ -1,4 +1,5 @@
-"""Times products of one shape on a CUDA device: cuBLAS beside the candidates of `small_gemm`.
+"""Times products of one shape on a CUDA device: cuBLAS beside the candidates of `small_gemm`, or of
+the kernels for weights that are not in 16 bits, which cuBLAS gets widened.
 
 A time is that of one product inside a CUDA graph that holds a chain of them over different copies
 of the weight, more than the L2 cache keeps. Candidates run as a chain that overlaps (programmatic
@@ -13,17 +14,15 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from triton.runtime.errors import TritonError
 
 from termgen.engine.device.kernels.gemm.candidates import Gpu
-from termgen.engine.device.kernels.gemm.float8_gemm import FLOAT8, float8_gemm, pack, widen
-from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace, small_gemm
-from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
+from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace
+from termgen.engine.device.kernels.gemm.small_gemm_config import Shape, SmallGemmConfig, Weights
+from termgen.engine.device.kernels.gemm.timed_weights import FORMS, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -36,51 +35,51 @@ MAX_ERROR = 1e-2
 COMPILE_THREADS = 16
 _ROWS_AT_ONCE = 8192
 """Rows of the weight that are turned into float32 at a time."""
+Copy = TypeVar("Copy")
 _LEAST_ROWS = 16
 """Rows of a weight to compile with: its number is then a multiple of 16, as that of most models."""
 
 
 class Products:
-    """Products with copies of one weight [n, k], and their times."""
+    """Products with copies of one weight, and their times."""
 
-    def __init__(
-        self, n: int, k: int, gpu: Gpu, device: torch.device, *, is_float8: bool = False
-    ) -> None:
-        """is_float8: by `float8_gemm`; cuBLAS gets numbers that are turned into 16 bits first."""
-        self.n, self.k = n, k
-        self._scale = torch.full((n,), 0.5, device=device) if is_float8 else None
+    def __init__(self, shape: Shape, gpu: Gpu, device: torch.device) -> None:
+        self.shape = shape
+        self._form = FORMS[shape.weights]
         self._device = device
         self._unusable: set[SmallGemmConfig] = set()
+        n, k, _ = shape
         generator = torch.Generator(device).manual_seed(n + k)
-        self._weights = []
-        for _ in range(num_copies(n, k, gpu, 1 if is_float8 else 2)):
-            weight = torch.randn(n, k, dtype=torch.bfloat16, device=device, generator=generator)
-            self._weights.append(pack(weight.to(FLOAT8)) if is_float8 else weight)
+        copies = num_copies(n, k, gpu, self._form.item_bytes)
+        self._weights = [self._form.make(n, k, generator) for _ in range(copies)]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def compile(self, configs: Collection[SmallGemmConfig]) -> None:
         """Compile them in threads; those that cannot run here are not timed later."""
-        self._unusable |= compile_all(
-            ((config, self.k) for config in configs), self._device, self._scale is not None
-        )
+        work = ((config, self.shape.k) for config in configs)
+        self._unusable |= compile_all(work, self._device, self.shape.weights)
 
     def timer(
         self, rows: int, tried: Collection[SmallGemmConfig]
     ) -> Callable[[SmallGemmConfig | None], float]:
         """A function for the seconds of one product of so many rows: by cuBLAS (None), or by one
         of the configurations; infinite if that one cannot run or is wrong."""
-        x = torch.randn(rows, self.k, dtype=torch.bfloat16, device=self._device) * self.k**-0.5
+        n, k, _ = self.shape
+        x = torch.randn(rows, k, dtype=torch.bfloat16, device=self._device) * k**-0.5
         expected = self._expected(x)
-        out = torch.empty(rows, self.n, dtype=torch.bfloat16, device=self._device)
-        workspace = make_workspace(tried, self.n, self._device)
+        out = torch.empty(rows, n, dtype=torch.bfloat16, device=self._device)
+        workspace = make_workspace(tried, n, self._device)
         checked: set[SmallGemmConfig] = set()
 
         def seconds(config: SmallGemmConfig | None) -> float:
             if config is None:
-                return self._chain(lambda w: torch.mm(x, self._wide(w).t(), out=out))
+                return self._chain(lambda weight: self._form.multiply_wide(x, weight, out))
             if config in self._unusable:
                 return math.inf
-            product = self._product(x, config=config, workspace=workspace, out=out)
+
+            def product(weight: Weight) -> None:
+                self._form.multiply(x, weight, config=config, workspace=workspace, out=out)
+
             try:
                 if config not in checked:
                     workspace.partial.fill_(math.nan)
@@ -100,27 +99,22 @@ class Products:
         return seconds
 
     def _drop(self, config: SmallGemmConfig, why: str) -> None:
-        logger.warning("%s of %d x %d %s", describe_config(config), self.n, self.k, why)
+        logger.warning("%s of %s %s", describe_config(config), self.shape, why)
         self._unusable.add(config)
 
-    def _product(self, x: torch.Tensor, **options: Any) -> Callable[[torch.Tensor], object]:
-        if (scale := self._scale) is not None:
-            return lambda words: float8_gemm(x, words, scale, **options)
-        return partial(small_gemm, x, **options)
-
-    def _wide(self, weight: torch.Tensor) -> torch.Tensor:
-        """In 16 bits, times its scale; which is exact, the scale being a half."""
-        return weight if self._scale is None else widen(weight, self._scale, self.k, torch.bfloat16)
-
     def _expected(self, x: torch.Tensor) -> torch.Tensor:
-        parts = torch.split(self._wide(self._weights[0]), _ROWS_AT_ONCE)
-        return torch.cat([F.linear(x.float(), part.float()) for part in parts], dim=1)
+        n, k, _ = self.shape
+        parts = []
+        for first in range(0, n, _ROWS_AT_ONCE):
+            rows = slice(first, min(first + _ROWS_AT_ONCE, n))
+            parts.append(x.float() @ self._form.widen(self._weights[0], rows, k).float().T)
+        return torch.cat(parts, dim=1)
 
-    def _chain(self, product: Callable[[torch.Tensor], object]) -> float:
+    def _chain(self, product: Callable[[Weight], object]) -> float:
         return time_chain(product, self._weights, self._stream)
 
 
-def num_copies(n: int, k: int, gpu: Gpu, item_bytes: int = 2) -> int:
+def num_copies(n: int, k: int, gpu: Gpu, item_bytes: float = 2) -> int:
     """Copies of a weight [n, k] that the L2 cache does not hold together."""
     return math.ceil(ROTATED_SHARE * gpu.l2_bytes / (item_bytes * n * k))
 
@@ -137,10 +131,10 @@ def make_workspace(
 
 
 def compile_all(
-    work: Iterable[tuple[SmallGemmConfig, int]], device: torch.device, is_float8: bool = False
+    work: Iterable[tuple[SmallGemmConfig, int]], device: torch.device, weights: Weights = "half"
 ) -> set[SmallGemmConfig]:
     """Compile every (configuration, K) in threads; returns the configurations that cannot run."""
-    todo = {}
+    todo, form = {}, FORMS[weights]
     for config, k in work:
         prefetches = k > config.block_k or config.num_stages > 1
         steps = config.held_steps(k) if config.kind == "held" else 0
@@ -154,14 +148,10 @@ def compile_all(
         config, k = item
         n = max(_LEAST_ROWS, config.block_n)
         x = torch.zeros(config.block_m, k, dtype=torch.bfloat16, device=device)
-        weight = torch.zeros(n, k, dtype=FLOAT8 if is_float8 else x.dtype, device=device)
+        weight = form.make(n, k, torch.Generator(device))
         workspace = make_workspace([config], n, device)
         try:
-            if is_float8:
-                scale = torch.zeros(n, device=device)
-                float8_gemm(x, pack(weight), scale, config=config, workspace=workspace)
-            else:
-                small_gemm(x, weight, config=config, workspace=workspace)
+            form.multiply(x, weight, config=config, workspace=workspace)
         except (TritonError, RuntimeError) as error:
             logger.warning("%s cannot run: %s", describe_config(config), error)
             broken.add(config)
@@ -174,8 +164,8 @@ def compile_all(
 
 
 def time_chain(
-    product: Callable[[torch.Tensor], object],
-    copies: list[torch.Tensor],
+    product: Callable[[Copy], object],
+    copies: list[Copy],
     stream: torch.cuda.Stream,
     least_calls: int = CHAIN,
 ) -> float:

@@ -1,4 +1,5 @@
-"""Files of what `termgen tune` measured: one for each shape, in a folder for each kind of GPU.
+"""Files of what `termgen tune` measured: one for each shape and form of a weight, in a folder for
+each kind of GPU.
 
 The folder's name says what a measurement depends on: the GPU, and the versions of the kernels, of
 Triton and of torch (which brings cuBLAS). A file is believed only if it says the same, has every
@@ -22,13 +23,21 @@ from pathlib import Path
 import msgspec
 
 from termgen.engine.device.kernels.gemm.candidates import Found, Gpu, candidates_by_rows
-from termgen.engine.device.kernels.gemm.small_gemm_config import ROW_BANDS, ByRows, SmallGemmConfig
+from termgen.engine.device.kernels.gemm.small_gemm_config import (
+    ByRows,
+    Shape,
+    SmallGemmConfig,
+    Weights,
+)
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Changes with the fields of a file."""
-SOURCES = ("gemm/small_gemm.py", "gemm/small_gemm_config.py", "launch.py")
+SOURCES = (
+    *("gemm/small_gemm.py", "gemm/small_gemm_config.py", "launch.py"),
+    *("gemm/group_gemm.py", "gemm/group_gemv.py", "gemm/group_layout.py", "gemm/float8_gemm.py"),
+)
 """Files of `kernels` whose text is the version of the kernels."""
 PACKAGES = ("triton", "torch")
 _DIGITS = 12
@@ -54,6 +63,7 @@ class ShapeFile(msgspec.Struct, forbid_unknown_fields=True):
     versions: dict[str, str]
     n: int
     k: int
+    weights: Weights
     rows: dict[str, Measured]
     """Rows of x, in digits -> the fastest up to this many rows."""
 
@@ -65,35 +75,39 @@ class TunedTables:
         """root: the folder for all GPUs."""
         self.gpu = gpu
         self.folder = root / folder_name(gpu, versions())
-        self._read: dict[tuple[int, int], ByRows | None] = {}
+        self._read: dict[Shape, ByRows | None] = {}
 
-    def get(self, n: int, k: int) -> ByRows | None:
+    def get(self, n: int, k: int, weights: Weights = "half") -> ByRows | None:
         """Rows -> choice; None if the shape was not measured, or its file cannot be used."""
-        if (n, k) not in self._read:
-            self._read[n, k] = self._load(n, k)
-        return self._read[n, k]
+        shape = Shape(n, k, weights)
+        if shape not in self._read:
+            self._read[shape] = self._load(shape)
+        return self._read[shape]
 
-    def write(self, n: int, k: int, found: Mapping[int, Found]) -> Path:
+    def write(self, n: int, k: int, found: Mapping[int, Found], weights: Weights = "half") -> Path:
         """Store a measured shape, all of it or nothing. Raises OSError."""
-        shape = ShapeFile(
+        shape = Shape(n, k, weights)
+        file = ShapeFile(
             format=FORMAT,
             gpu=describe(self.gpu),
             versions=versions(),
             n=n,
             k=k,
+            weights=weights,
             rows={str(rows): _measured(one) for rows, one in found.items()},
         )
-        text = msgspec.json.format(msgspec.json.encode(shape), indent=1)
-        path = self._path(n, k)
+        text = msgspec.json.format(msgspec.json.encode(file), indent=1)
+        path = self._path(shape)
         write_whole(path, text + b"\n")
-        self._read.pop((n, k), None)
+        self._read.pop(shape, None)
         return path
 
-    def _path(self, n: int, k: int) -> Path:
-        return self.folder / f"{n}x{k}.json"
+    def _path(self, shape: Shape) -> Path:
+        end = "" if shape.weights == "half" else f"-{shape.weights}"
+        return self.folder / f"{shape.n}x{shape.k}{end}.json"
 
-    def _load(self, n: int, k: int) -> ByRows | None:
-        path = self._path(n, k)
+    def _load(self, shape: Shape) -> ByRows | None:
+        path = self._path(shape)
         try:
             text = path.read_bytes()
         except FileNotFoundError:
@@ -102,31 +116,31 @@ class TunedTables:
             logger.warning("%s is ignored: %s", path, error.strerror)
             return None
         try:
-            shape = msgspec.json.decode(text, type=ShapeFile)
+            file = msgspec.json.decode(text, type=ShapeFile)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             logger.warning("%s is ignored: %s", path, error)
             return None
-        if reason := why_not(shape, n, k, self.gpu):
+        if reason := why_not(file, shape, self.gpu):
             logger.warning("%s is ignored: %s", path, reason)
             return None
-        return {int(rows): measured.choice for rows, measured in shape.rows.items()}
+        return {int(rows): measured.choice for rows, measured in file.rows.items()}
 
 
-def why_not(shape: ShapeFile, n: int, k: int, gpu: Gpu) -> str:
+def why_not(file: ShapeFile, shape: Shape, gpu: Gpu) -> str:
     """The reason not to believe what the file says of this shape; empty if there is none."""
-    if shape.format != FORMAT:
-        return f"its format is {shape.format}, not {FORMAT}"
-    if shape.gpu != describe(gpu):
-        return f"it was measured on {shape.gpu}, not on {describe(gpu)}"
+    if file.format != FORMAT:
+        return f"its format is {file.format}, not {FORMAT}"
+    if file.gpu != describe(gpu):
+        return f"it was measured on {file.gpu}, not on {describe(gpu)}"
     for name, here in versions().items():
-        if (there := shape.versions.get(name)) != here:
+        if (there := file.versions.get(name)) != here:
             return f"it was measured with {name} {there}, not {here}"
-    if (shape.n, shape.k) != (n, k):
-        return f"it is about {shape.n} x {shape.k}, not {n} x {k}"
-    if shape.rows.keys() != {str(rows) for rows in ROW_BANDS}:
-        return f"it has rows {', '.join(shape.rows)}, not {', '.join(map(str, ROW_BANDS))}"
-    known = candidates_by_rows(n, k, gpu)
-    for rows, measured in shape.rows.items():
+    if (about := Shape(file.n, file.k, file.weights)) != shape:
+        return f"it is about {about}, not {shape}"
+    if file.rows.keys() != {str(rows) for rows in shape.bands}:
+        return f"it has rows {', '.join(file.rows)}, not {', '.join(map(str, shape.bands))}"
+    known = candidates_by_rows(*shape[:2], gpu, shape.weights)
+    for rows, measured in file.rows.items():
         if measured.choice is not None and measured.choice not in known[int(rows)]:
             return f"its choice for {rows} rows is not among the candidates"
     return ""

@@ -16,6 +16,7 @@ from triton_device import (
 require_triton()
 
 from termgen.engine.device.kernels.gemm.candidates import Gpu, candidates_by_rows  # noqa: E402
+from termgen.engine.device.kernels.gemm.float8_config import float8_cut  # noqa: E402
 from termgen.engine.device.kernels.gemm.float8_gemm import (  # noqa: E402
     BLOCK_ROWS,
     FLOAT8,
@@ -158,10 +159,14 @@ def test_a_row_does_not_see_the_others(device: str, config: SmallGemmConfig) -> 
 def test_candidates_can_run(shared_kib: int, n: int, k: int) -> None:
     """Each has a tile that the kernels take, and that the shared memory of the GPU holds."""
     gpu = Gpu("made up", (9, 0), 132, 50 << 20, shared_kib * 1024)
-    by_rows = candidates_by_rows(n, k, gpu, is_float8=True)
+    by_rows = candidates_by_rows(n, k, gpu, "fp8")
     for rows, found in by_rows.items():
         assert found, rows
         assert len(set(found)) == len(found)
+        usual = float8_cut(rows, n, k)
+        tile = 4 * usual.block_k * (usual.block_n + 2 * usual.block_m)
+        if usual.kind == "gemv" or tile * usual.num_stages <= gpu.shared_bytes:
+            assert usual in found, "what is used without a measurement"
         for config in found:
             assert config.block_m >= rows
             if config.kind == "gemv":

@@ -15,6 +15,8 @@ from triton_device import (
 
 require_triton()
 
+from termgen.engine.device.kernels.gemm.candidates import Gpu, candidates_by_rows  # noqa: E402
+from termgen.engine.device.kernels.gemm.group_config import group_cut, stage_bytes  # noqa: E402
 from termgen.engine.device.kernels.gemm.group_gemm import (  # noqa: E402
     group_gemm,
     group_gemm_reference,
@@ -200,3 +202,47 @@ def test_what_is_not_finite_shows(device: str, num_bits: int, value: float) -> N
     x[1, 77] = value
     out = group_gemm(x, *weight, num_bits=num_bits, config=CONFIGS["gemv2"])
     assert out[0].isfinite().all() and not out[1].isfinite().any()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+@pytest.mark.parametrize(("n", "k"), [(4096, 1024), (28672, 4096), (576, 1536), (33, 100)])
+@bits
+def test_candidates_can_run(
+    capability: tuple[int, int], shared_kib: int, n: int, k: int, num_bits: int
+) -> None:
+    """What is used without a measurement is among them; all fit in a program's shared memory."""
+    gpu = Gpu("made up", capability, 132, 50 << 20, shared_kib * 1024)
+    by_rows = candidates_by_rows(n, k, gpu, "int8" if num_bits == 8 else "int4")
+    assert list(by_rows) == [1, 2, 4, 8, 16, 32, 64, 128]
+    for rows, found in by_rows.items():
+        usual = group_cut(rows, n, k, num_bits, item_bytes=2, shared_bytes=gpu.shared_bytes)
+        assert found[0] == usual and 2 <= len(found) <= 20 and len(set(found)) == len(found)
+        assert {config.kind for config in found} == ({"gemv", "mma"} if rows <= 2 else {"mma"})
+        for config in found:
+            assert config.block_m >= rows
+            if config.kind == "gemv":
+                assert config.block_n % 4 == 0 and config.splits == 1
+                continue
+            sizes = (config.block_m, config.block_n, config.block_k)
+            of_stage = stage_bytes(*sizes, num_bits, item_bytes=2)
+            assert of_stage * config.num_stages <= gpu.shared_bytes - 2048
+            assert config.splits == 1 or 2 * config.splits * config.block_k <= -(-k // 32) + 31
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@bits
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+def test_every_candidate_is_right(device: str, num_bits: int, rows: int) -> None:
+    n, k = 70, 576
+    gpu = Gpu("made up", (9, 0), 16, 50 << 20, 163 * 1024)
+    tried = candidates_by_rows(n, k, gpu, "int8" if num_bits == 8 else "int4")[rows]
+    quantized = random_rows(n, k, num_bits)
+    weight = weight_of(quantized, num_bits, device)
+    whole = dequantize(quantized)[:, :k].to(device).double()
+    x = normal(rows, k, dtype=torch.float16, device=device, seed=rows)
+    expected = x.double() @ whole.T
+    for config in tried:
+        workspace = workspace_of(config, n, device)
+        out = group_gemm(x, *weight, num_bits=num_bits, config=config, workspace=workspace)
+        assert_near(out, expected, torch.float16)

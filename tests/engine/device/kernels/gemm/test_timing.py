@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_device import require_triton
+from triton_device import DEVICES, require_triton
 
 require_triton()
 
 from termgen.engine.device.kernels import launch  # noqa: E402
+from termgen.engine.device.kernels.gemm import timed_weights  # noqa: E402
 from termgen.engine.device.kernels.gemm.candidates import Gpu, candidates_by_rows  # noqa: E402
+from termgen.engine.device.kernels.gemm.small_gemm_config import Shape, Weights  # noqa: E402
+from termgen.engine.device.kernels.gemm.timed_weights import FORMS  # noqa: E402
 from termgen.engine.device.kernels.gemm.timing import (  # noqa: E402
     Products,
     compile_all,
@@ -53,6 +56,32 @@ def test_a_workspace_is_large_enough_for_each() -> None:
     assert make_workspace([], 1024, torch.device("cpu")).partial.numel() == 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "fp8-blocks"])
+@pytest.mark.parametrize("k", [256, 416])
+def test_both_ways_multiply_the_same_weight(device: str, weights: Weights, k: int) -> None:
+    n, form = 48, FORMS[weights]
+    gpu = Gpu("made up", (9, 0), 132, 50 << 20, 227 * 1024)
+    weight = form.make(n, k, torch.Generator(device).manual_seed(1))
+    num_bytes = sum(part.nbytes for part in weight)
+    padding = 0.25 if weights.startswith("fp8") and k % 256 else 0
+    assert form.item_bytes <= num_bytes / (n * k) <= (1 + padding) * form.item_bytes + 0.05
+    wide = form.widen(weight, slice(0, n), k)
+    assert wide.shape == (n, k) and 0.05 < wide.float().std() < 2
+    x = torch.randn(2, k, generator=torch.Generator().manual_seed(2)).to(device)
+    expected = x.half().float() @ wide.float().T
+    config = candidates_by_rows(n, k, gpu, weights)[2][0]
+    out = form.multiply(
+        x.half(), weight, config=config, workspace=make_workspace([config], n, x.device)
+    )
+    assert error_of(out, expected) < 1e-2
+    out = torch.full((2, n), math.nan, dtype=torch.bfloat16, device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timed_weights, "PART_NUMBERS", 16 * k)  # more than one part
+        form.multiply_wide(x.bfloat16(), weight, out)
+    assert error_of(out, x.bfloat16().float() @ wide.float().T) < 1e-2
+
+
 @pytest.mark.gpu
 def test_times_grow_with_the_weight() -> None:
     device = torch.device("cuda:0")
@@ -61,7 +90,7 @@ def test_times_grow_with_the_weight() -> None:
     for n in (1024, 16384):
         configs = candidates_by_rows(n, 2048, gpu)[1]
         assert compile_all([(config, 2048) for config in configs], device) == set()
-        timer = Products(n, 2048, gpu, device).timer(1, configs)
+        timer = Products(Shape(n, 2048), gpu, device).timer(1, configs)
         times = [timer(config) for config in [None, *configs]]
         assert all(1e-7 < time < 1e-3 for time in times)
         seconds.append(min(times))

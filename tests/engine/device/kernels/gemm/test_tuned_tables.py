@@ -19,6 +19,7 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (
     MAX_ROWS,
     ROW_BANDS,
     SmallGemmConfig,
+    Weights,
     band_of,
     choose,
 )
@@ -63,6 +64,24 @@ def test_a_shape_is_read_as_it_was_written(tmp_path: Path, written: Path) -> Non
     assert rows["64"] == {"choice": None, "us": None, "library_us": 4.0}
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "fp8-blocks"])
+def test_a_form_has_files_of_its_own(weights: Weights, tmp_path: Path, written: Path) -> None:
+    """What is fastest for 16 bits says nothing of other forms of the same size."""
+    tables = TunedTables(tmp_path, GPU)
+    assert tables.get(N, K, weights) is None
+    tried = candidates_by_rows(N, K, GPU, weights)
+    found = {rows: Found(configs[-1], 2e-6, 4e-6) for rows, configs in tried.items()}
+    path = tables.write(N, K, found, weights)
+    assert path.name == f"4096x1024-{weights}.json" and path.parent == written.parent
+    again = TunedTables(tmp_path, GPU)
+    assert again.get(N, K, weights) == tables.get(N, K, weights) == choices(found)
+    assert again.get(N, K) == choices(found_for(GPU))
+    assert set(found) == {*ROW_BANDS, *((128,) if weights in ("int8", "int4") else ())}
+    other: Weights = "fp8" if weights == "int8" else "int8"
+    path.rename(path.with_name(f"4096x1024-{other}.json"))
+    assert TunedTables(tmp_path, GPU).get(N, K, other) is None, "it is about another form"
+
+
 def test_a_new_measurement_takes_the_place_of_the_old_one(tmp_path: Path, written: Path) -> None:
     tables = TunedTables(tmp_path, GPU)
     before = tables.get(N, K)
@@ -100,8 +119,10 @@ def with_choice(path: Path, row: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        (lambda path: {"format": 0}, "its format is 0, not 1"),
+        (lambda path: {"format": 0}, "its format is 0, not 2"),
         (lambda path: {"n": 2048}, "it is about 2048 x 1024, not 4096 x 1024"),
+        (lambda path: {"weights": "int8"}, "it is about 4096 x 1024 int8, not 4096 x 1024"),
+        (lambda path: {"weights": "int2"}, "Invalid enum value 'int2'"),
         (lambda path: {"gpu": "another"}, "it was measured on another, not on NVIDIA Made-up 9000"),
         (lambda path: {"versions": {"kernels": "0"}}, "it was measured with kernels 0, not "),
         (lambda path: {"rows": {}}, "it has rows , not 1, 2, 4, 8, 16, 32, 64"),
