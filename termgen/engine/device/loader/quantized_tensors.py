@@ -24,6 +24,8 @@ from termgen.engine.device.quantization.affine_blocks import (
 )
 from termgen.engine.device.quantization.stored_matrices import (
     FLOAT8_RUN,
+    NVFP4,
+    NVFP4_COLUMNS,
     WORD_BITS,
     FourBitFloats,
     PackedColumns,
@@ -31,6 +33,7 @@ from termgen.engine.device.quantization.stored_matrices import (
     ScaledNumbers,
     StoredMatrix,
     kept,
+    nvfp4_rows,
     words_of,
 )
 from termgen.errors import CorruptFileError
@@ -69,7 +72,7 @@ class QuantizedTensor:
     num_experts: int | None = None
     """Matrices that are stacked, their tensors along the first dimension."""
     dtype: str = ""
-    """The type of numbers that have scales alone."""
+    """The type of numbers that have scales alone, and of the scales of floats of 4 bits."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,13 +118,20 @@ class QuantizedTensor:
         if isinstance(self.matrix, ScaledNumbers):
             is_kept = self.dtype == _KEPT_FLOATS and "zero_point" not in self.members
             return self.matrix.float8_kind if is_kept and self.num_experts is None else None
+        if isinstance(self.matrix, FourBitFloats):
+            num_columns = self.matrix.shape[1]
+            is_whole = self.dtype == _KEPT_FLOATS and num_columns % NVFP4_COLUMNS == 0
+            return NVFP4 if is_whole else None
         is_integer = isinstance(self.matrix, PackedRows | PackedColumns)
         return self._groups_kind(read) if is_integer else None
 
     def stored(self, read: Read) -> Iterator[StoredRows]:
-        """Some rows at a time, of integers in groups or of 8-bit floats."""
+        """Some rows at a time, of a matrix of some kind."""
         if isinstance(self.matrix, ScaledNumbers):
             yield from self._floats8(self.matrix, read)
+            return
+        if isinstance(self.matrix, FourBitFloats):
+            yield from self._floats4(self.matrix, read)
             return
         assert isinstance(self.matrix, PackedRows | PackedColumns)
         order = None
@@ -149,6 +159,17 @@ class QuantizedTensor:
                 name = self.members["weight" if is_number else "scale"]
                 raise CorruptFileError(f"tensor {name} has NaN or infinite values")
             yield matrix.float8(tensors, first, last)
+
+    def _floats4(self, matrix: FourBitFloats, read: Read) -> Iterator[StoredRows]:
+        tensors = {role: read(name) for role, name in self.members.items()}
+        for role in ("scale", "global_scale"):
+            if not bool(tensors[role].float().isfinite().all()):
+                raise CorruptFileError(f"tensor {self.members[role]} has NaN or infinite values")
+        num_rows, num_columns = matrix.shape
+        step = max(1, PART_NUMBERS // num_columns)
+        for first in range(0, num_rows, step):
+            last = min(first + step, num_rows)
+            yield nvfp4_rows(tensors, first, last, is_divided=matrix.is_divided)
 
     def _check_groups(self, groups: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         is_gptq = "g_idx" in tensors
@@ -316,7 +337,10 @@ class QuantizedTensors:
         if scale.dtype != "U8" and "global_scale" not in members:
             self._fail(name, f"has no scale {divisor}")
         shape = (num_rows, num_columns)
-        return QuantizedTensor(FourBitFloats(shape, is_divided=divisor in self._tensors), members)
+        matrix = FourBitFloats(shape, is_divided=divisor in self._tensors)
+        # Scales of 16 columns are kept, those of 32 are not.
+        kept_type = scale.dtype if sizes == {NVFP4_COLUMNS // 2} else ""
+        return QuantizedTensor(matrix, members, dtype=kept_type)
 
     def _need(self, name: str, of: str) -> str:
         if name not in self._tensors:

@@ -1,4 +1,4 @@
-"""Which rows of a layer have their columns in an order of their own."""
+"""Which rows of a layer have their columns in an order of their own, or a scale for every 16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 
 class ColumnOrders:
-    """Filled while rows are loaded. Order 0 is that of x."""
+    """Filled while rows are loaded. Order 0 is that of x. Rows whose 16 columns share a scale have
+    this order, too, and are counted as -4 or -8, by the bits of a number."""
 
     def __init__(self) -> None:
         self.orders: list[torch.Tensor | None] = [None]
@@ -25,6 +26,10 @@ class ColumnOrders:
         self.orders.append(order)
         self._ordered.append((first_row, first_row + num_rows, number))
         return number
+
+    def note_halved(self, num_bits: int, first_row: int, num_rows: int) -> None:
+        """Note rows with a scale for every 16 columns."""
+        self._ordered.append((first_row, first_row + num_rows, -num_bits))
 
     def runs(self, num_rows: int) -> list[tuple[int, int, int]]:
         """Runs (first row, end, order) of all rows, of neighbours with one order."""

@@ -23,7 +23,7 @@ CHUNK_ELEMENTS = 1 << 19
 """Elements dequantised at a time: what a chunk needs then stays in the processor's cache."""
 ROUNDED = frozenset({"Q2_K", "Q3_K", "Q6_K"})
 """Types with a scale for every 16 numbers: matrices with one for every 32 round their values."""
-_K_BLOCK = 256
+K_BLOCK = 256
 """Numbers of their blocks."""
 NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the four bits of IQ4_NL and IQ4_XS stand for."""
@@ -49,7 +49,7 @@ def expanded(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     """blocks uint8 [rows, blocks of a row, bytes of a block], of a kind among `ROUNDED`, on any
     device -> float32 [rows, columns]."""
     assert kind in ROUNDED, kind
-    out = torch.empty(*blocks.shape[:2], _K_BLOCK, device=blocks.device)
+    out = torch.empty(*blocks.shape[:2], K_BLOCK, device=blocks.device)
     _EXPANDERS[kind](blocks.flatten(0, 1), out.flatten(0, 1))
     return out.flatten(1)
 
@@ -168,6 +168,11 @@ def _q2_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _q3_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    out.view(-1, 16, 16).mul_(q3_k_parts(blocks, out).unsqueeze(-1))
+
+
+def q3_k_parts(blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The scales of every 16, [n, 16]; the numbers, -4 to 3, go to `out`."""
     # third bits 32 | 64 bytes of two bits | scales 12 | d 2. A third bit that is not set takes 4
     # away. Scales: eight bytes with the low nibbles of two each, four with the upper bits of four.
     quants = out.view(-1, 8, 32)
@@ -178,8 +183,7 @@ def _q3_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
     low = torch.cat((packed[:, :8] & 15, packed[:, :8] >> 4), 1)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(1, 4, 1)
     upper = ((packed[:, None, 8:] >> shifts) & 3).view(-1, 16)
-    scales = _float16(blocks, 108) * ((low | (upper << 4)).float() - 32)
-    out.view(-1, 16, 16).mul_(scales.unsqueeze(-1))
+    return _float16(blocks, 108) * ((low | (upper << 4)).float() - 32)
 
 
 def _q4_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -200,6 +204,11 @@ def _q5_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _q6_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    out.view(-1, 16, 16).mul_(q6_k_parts(blocks, out).unsqueeze(-1))
+
+
+def q6_k_parts(blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The scales of every 16, [n, 16]; the numbers, -32 to 31, go to `out`."""
     # low nibbles 128 | upper two bits 64 | 16 signed scales | d 2. Two halves of 128 elements; in
     # each, quarter j takes its upper bits from bit pair j, and 64 bytes hold low nibbles of
     # quarters 0, 1 and high nibbles of quarters 2, 3. Offset by 32.
@@ -210,8 +219,7 @@ def _q6_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)
     upper = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     quants.add_(((upper >> shifts) & 3) << 4).sub_(32)
-    scales = _float16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
-    out.view(-1, 16, 16).mul_(scales.unsqueeze(-1))
+    return _float16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
 
 
 @functools.cache

@@ -2,12 +2,15 @@
 
 The numbers are those that the CPU keeps (`native.int8_blocks`): every 32 of a row have a scale and
 an offset. Blocks of a GGUF file keep their numbers, where their type has no more scales than that;
-other weights are rounded while they are loaded. Rows whose numbers have 16 levels take 4 bits.
+other weights are rounded while they are loaded. Types with a scale for every 16 numbers and no
+offset (Q6_K, Q3_K, NVFP4) have a second scale in the place of the offset. Rows whose numbers have
+16 levels take 4 bits.
 Activations stay in 16 bits.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -36,7 +39,9 @@ from termgen.engine.device.quantization.affine_blocks import ORDERED_GROUPS
 from termgen.engine.device.quantization.column_orders import ColumnOrders
 from termgen.engine.device.quantization.gathered_rows import RoundedLinear
 from termgen.engine.device.quantization.group_experts import GroupExperts
+from termgen.engine.device.quantization.halved_blocks import WIDTHS, halved
 from termgen.engine.device.quantization.planned import group_shape, widths
+from termgen.engine.device.quantization.stored_matrices import NVFP4
 
 _PART_NUMBERS = 2**26
 """Numbers of a weight that are widened, or rounded, at a time."""
@@ -73,6 +78,8 @@ class _Run(NamedTuple):
     num_bits: int
     order: int
     """Which of `GroupLinear.orders` its columns have."""
+    is_halved: bool
+    """True if 16 columns share a scale."""
     words: nn.Parameter
     pairs: nn.Parameter
     configs: ByRows
@@ -80,9 +87,10 @@ class _Run(NamedTuple):
 
 class GroupLinear(RoundedLinear):
     """LinearMethod: 8 or 4 bits a number, and 32 bits for every 32 of them. Rows of a file with
-    groups in disorder have their columns in the order of groups, and meet x in that order."""
+    groups in disorder have their columns in the order of groups, and meet x in that order. Those
+    with a scale for every 16 numbers have two of them in the 32 bits, and no offset."""
 
-    kinds = RoundedLinear.kinds | {ORDERED_GROUPS}
+    kinds = RoundedLinear.kinds | {ORDERED_GROUPS, NVFP4}
     part_numbers = _PART_NUMBERS
 
     def __init__(
@@ -104,15 +112,35 @@ class GroupLinear(RoundedLinear):
             here = rows.order.to(self._spec.device)
             if (number := self._orders.note(here, first_row, len(rows.blocks))) is not None:
                 self.register_buffer(f"order_{number}", here)  # counts as a weight
-        super().load_stored(rows, first_row)
+        halved_bits = WIDTHS.get(rows.kind, 0)
+        if not 0 < halved_bits <= self.num_bits:
+            super().load_stored(rows, first_row)
+            return
+        self._orders.note_halved(halved_bits, first_row, len(rows.blocks))
+        for blocks in torch.split(rows.blocks, max(1, _PART_NUMBERS // self._spec.in_features)):
+            here = blocks.to(self._spec.device)
+            self._add(halved(replace(rows, blocks=here)), first_row)
+            first_row += len(blocks)
 
     def _keep(self, whole: Quantized) -> None:
         self.row_scale = nn.Parameter(whole.row_scale, requires_grad=False)
         for first, end, order in self._orders.runs(self._spec.out_features):
+            if order < 0:
+                self._keep_run(whole, first, end, -order, 0, is_halved=True)
+                continue
             for begin, last, num_bits in widths(whole.numbers[first:end]):
                 self._keep_run(whole, first + begin, first + last, num_bits, order)
 
-    def _keep_run(self, whole: Quantized, first: int, end: int, num_bits: int, order: int) -> None:
+    def _keep_run(
+        self,
+        whole: Quantized,
+        first: int,
+        end: int,
+        num_bits: int,
+        order: int,
+        *,
+        is_halved: bool = False,
+    ) -> None:
         columns = (end - first, self._spec.in_features)
         words = nn.Parameter(pack(whole.numbers[first:end], num_bits), requires_grad=False)
         scale, low = whole.scale[first:end], whole.low[first:end]
@@ -124,7 +152,7 @@ class GroupLinear(RoundedLinear):
         for config in configs.values():
             if config is not None:
                 self._shared.reserve(config, end - first)
-        run = _Run(first, end, num_bits, order, words, pairs, configs)
+        run = _Run(first, end, num_bits, order, is_halved, words, pairs, configs)
         self.register_parameter(f"words_{len(self._runs)}", words)
         self.register_parameter(f"pairs_{len(self._runs)}", pairs)
         self._runs.append(run)
@@ -157,6 +185,7 @@ class GroupLinear(RoundedLinear):
             group_gemm(
                 *(inputs[run.order], run.words, run.pairs, self.row_scale[rows], own),
                 num_bits=run.num_bits,
+                is_halved=run.is_halved,
                 config=config,
                 workspace=workspace,
                 out=out[:, rows],
@@ -191,7 +220,8 @@ class GroupLinear(RoundedLinear):
         """Rows of a run, counted from its first."""
         row_scale = self.row_scale[run.first : run.end]
         num_columns = self._spec.in_features
-        return widen(run.words, run.pairs, row_scale, num_columns, dtype, run.num_bits, rows)
+        weight = (run.words, run.pairs, row_scale, num_columns)
+        return widen(*weight, dtype, run.num_bits, rows, is_halved=run.is_halved)
 
 
 class Group4Linear(GroupLinear):

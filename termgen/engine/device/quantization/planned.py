@@ -25,7 +25,8 @@ from termgen.engine.device.quantization.affine_blocks import (
 )
 from termgen.engine.device.quantization.column_orders import ColumnOrders
 from termgen.engine.device.quantization.gathered_rows import RoundedLinear
-from termgen.engine.device.quantization.stored_matrices import FLOAT8_BLOCKS, FLOAT8_KINDS
+from termgen.engine.device.quantization.halved_blocks import WIDTHS
+from termgen.engine.device.quantization.stored_matrices import FLOAT8_BLOCKS, FLOAT8_KINDS, NVFP4
 
 TILE = 32
 """Rows whose numbers have one width."""
@@ -90,7 +91,8 @@ class PlannedLinear(nn.Module):
 class PlannedGroups(PlannedLinear):
     """In place of `GroupLinear`."""
 
-    kinds = RoundedLinear.kinds | {ORDERED_GROUPS}
+    kinds = RoundedLinear.kinds | {ORDERED_GROUPS, NVFP4}
+    num_bits = 8
 
     def __init__(self, spec: LinearSpec) -> None:
         super().__init__(spec)
@@ -102,12 +104,17 @@ class PlannedGroups(PlannedLinear):
         if rows.kind in (GROUPS, ORDERED_GROUPS):
             is_coarse = int(rows.blocks[:, :, :GROUPS_BLOCK].max()) <= LARGEST_NIBBLE
         self._is_coarse[first_row : first_row + len(rows.blocks)] = is_coarse
+        if 0 < (halved_bits := WIDTHS.get(rows.kind, 0)) <= self.num_bits:
+            self._orders.note_halved(halved_bits, first_row, len(rows.blocks))
         if rows.order is not None:
             self._orders.note(rows.order, first_row, len(rows.blocks))
 
     def shapes(self) -> list[Shape]:
         k, found = self._spec.in_features, []
-        for first, end, _ in self._orders.runs(self._spec.out_features):
+        for first, end, order in self._orders.runs(self._spec.out_features):
+            if order < 0:
+                found.append(group_shape(end - first, k, -order))
+                continue
             runs = self._runs_of(self._is_coarse[first:end])
             found += [group_shape(last - begin, k, bits) for begin, last, bits in runs]
         return found
@@ -119,6 +126,8 @@ class PlannedGroups(PlannedLinear):
 
 class PlannedGroups4(PlannedGroups):
     """In place of `Group4Linear`."""
+
+    num_bits = 4
 
     @staticmethod
     def _runs_of(is_coarse: torch.Tensor) -> list[tuple[int, int, int]]:

@@ -40,6 +40,10 @@ FLOAT8_BLOCKS = "FLOAT8_BLOCKS"
 rows of a matrix share the scales of whole runs of 16."""
 FLOAT8_KINDS = frozenset((FLOAT8_ROWS, FLOAT8_BLOCKS))
 FLOAT8_COLUMNS, FLOAT8_RUN = 128, 16
+NVFP4 = "NVFP4"
+"""Kind of pairs of floats of 4 bits: 16 bytes, the scales of the first 16 numbers and of the last,
+float8_e4m3fn, and the matrix's in float32."""
+NVFP4_COLUMNS, NVFP4_BLOCK = 32, 22
 _SCALE_BYTES = 4
 
 
@@ -196,6 +200,17 @@ class FourBitFloats:
         factors = factors.repeat_interleave(self.shape[1] // scale.shape[1], dim=1)
         values: torch.Tensor = numbers * factors
         return values
+
+
+def nvfp4_rows(tensors: Tensors, first: int, last: int, *, is_divided: bool) -> StoredRows:
+    """Rows [first, last) of `FourBitFloats` with a scale of float8_e4m3fn for every 16."""
+    num_rows = last - first
+    numbers = tensors["weight_packed"][first:last].reshape(num_rows, -1, NVFP4_COLUMNS // 2)
+    scale = tensors["scale"][first:last].contiguous().view(torch.uint8).view(num_rows, -1, 2)
+    whole = tensors["global_scale"].float().reshape(1)
+    whole = (whole.reciprocal() if is_divided else whole).view(torch.uint8)
+    wide = whole.expand(*numbers.shape[:2], _SCALE_BYTES)
+    return StoredRows(NVFP4, torch.cat((numbers, scale, wide), 2))
 
 
 def kept(integers: Integers, order: torch.Tensor | None = None) -> StoredRows:

@@ -18,6 +18,7 @@ from triton_device import DEVICES_AND_DTYPES, IS_CUDA, normal, require_triton
 from termgen.config import EngineConfig
 from termgen.engine.device import kernels
 from termgen.engine.device.layers.linear import LinearSpec
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.loader import kept_form, load_model_config, open_checkpoint
 from termgen.engine.device.models import registry
 from termgen.engine.device.quantization.stored_matrices import (
@@ -277,3 +278,25 @@ def test_blocks_that_the_kernels_take(
     shape: tuple[int, int], block: tuple[int, int], kind: str | None
 ) -> None:
     assert ScaledNumbers(shape, block).float8_kind == kind
+
+
+@pytest.mark.parametrize("rows", [16, 24])
+def test_rows_in_another_order_keep_their_scales(rows: int) -> None:
+    """Rows of two matrices take turns in a file."""
+    generator = torch.Generator().manual_seed(rows)
+    num_rows, columns = 8 * rows, 256
+    tensors = {
+        "weight": torch.randn(num_rows, columns, generator=generator).to(torch.float8_e4m3fn),
+        "scale": torch.rand(-(-num_rows // 16), 2, generator=generator),
+    }
+    matrix = ScaledNumbers((num_rows, columns), (16, 128))
+    spec = LinearSpec(columns, num_rows, torch.float32, torch.device("cpu"), is_looked_up=True)
+    layer = Float8Linears()(spec)
+    order = torch.arange(num_rows).view(-1, 2, rows).transpose(0, 1).flip(0).flatten()
+    stored = matrix.float8(tensors, 0, num_rows)
+    for first in range(0, num_rows, rows):
+        own = stored.blocks[order[first : first + rows]]
+        layer.load_stored(StoredRows(stored.kind, own), first)
+    layer.finalize()
+    expected = matrix.rows(tensors, 0, num_rows)[order]
+    assert torch.equal(layer.embed(torch.arange(num_rows)), expected)

@@ -24,7 +24,9 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (  # noqa: E402
 )
 from termgen.engine.device.quantization import int8_groups  # noqa: E402
 from termgen.engine.device.quantization.affine_blocks import affine  # noqa: E402
+from termgen.engine.device.quantization.gathered_rows import RoundedLinear  # noqa: E402
 from termgen.engine.device.quantization.gguf_blocks import ROUNDED, expanded  # noqa: E402
+from termgen.engine.device.quantization.halved_blocks import WIDTHS  # noqa: E402
 from termgen.engine.device.quantization.int8_groups import (  # noqa: E402
     Group4Linear,
     GroupLinear,
@@ -141,7 +143,7 @@ def test_floats_in_four_bits(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", sorted(GroupLinear.kinds - ROUNDED - {"GROUPS", "ORDERED_GROUPS"}))
+@pytest.mark.parametrize("kind", sorted(RoundedLinear.kinds - ROUNDED - {"GROUPS"}))
 def test_blocks_are_read_alike_on_a_gpu(kind: str) -> None:
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     generator = torch.Generator().manual_seed(7)
@@ -165,6 +167,8 @@ def test_other_types_are_expanded_on_the_device(kind: str, device: str) -> None:
     expected = gguf.quants.dequantize(blocks.flatten(1).numpy(), quant)
     values = expanded(kind, blocks.to(device))
     torch.testing.assert_close(values.cpu(), torch.from_numpy(expected))
+    if kind in WIDTHS:
+        return  # kept
     layer = make_layer(6, 512, torch.bfloat16, device)
     layer.load_stored(StoredRows(kind, blocks), 0)
     layer.finalize()

@@ -67,6 +67,8 @@ def _mma_kernel(
     PREFETCH_THREADS: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
+    HALVED: tl.constexpr = False,
+    FLOATS: tl.constexpr = False,
 ):
     if USE_PDL:
         gdc_launch_dependents()
@@ -109,14 +111,14 @@ def _mma_kernel(
             w = tl.load(at, mask=is_element, other=0, eviction_policy="evict_first")
             is_group = is_row & (groups < num_groups)
             pair = tl.load(pairs_at + groups * ROWS, mask=is_group, other=0)
-        kept = numbers_and_scales(w, pair, BITS, False, USE_PTX)
+        kept = numbers_and_scales(w, pair, BITS, FLOATS, USE_PTX, HALVED)
         for place in tl.static_range(16 // BITS):
             of_x = start * GROUP + place * ELEMENTS + columns
             if EVEN_K:
                 x = tl.load(x_at + of_x, mask=is_token, other=0)
             else:
                 x = tl.load(x_at + of_x, mask=is_token & (of_x < k), other=0)
-            weight = weight_at(place, *kept, dtype, BITS, False)
+            weight = weight_at(place, *kept, dtype, BITS, FLOATS, HALVED)
             acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
     is_last = True
     if SPLITS > 1:
@@ -146,6 +148,8 @@ def _widen_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_PTX: tl.constexpr,
+    HALVED: tl.constexpr = False,
+    FLOATS: tl.constexpr = False,
 ):
     ELEMENTS: tl.constexpr = 2 * BITS
     ROWS: tl.constexpr = 32 // BITS
@@ -164,10 +168,10 @@ def _widen_kernel(
     pairs_at = pairs_ptr + (rows // ROWS * num_groups + groups) * ROWS + rows % ROWS
     pair = tl.load(pairs_at, mask=is_row & (groups < num_groups), other=0)
     row_scale = tl.load(row_scale_ptr + rows, mask=is_row, other=0.0)
-    kept = numbers_and_scales(w, pair, BITS, False, USE_PTX)
+    kept = numbers_and_scales(w, pair, BITS, FLOATS, USE_PTX, HALVED)
     columns = start * GROUP + elements // ELEMENTS * GROUP + elements % ELEMENTS
     for place in tl.static_range(16 // BITS):
-        value = weight_at(place, *kept, tl.float32, BITS, False) * row_scale
+        value = weight_at(place, *kept, tl.float32, BITS, FLOATS, HALVED) * row_scale
         at = columns + place * ELEMENTS
         out_at = out_ptr + own.to(tl.int64) * k + at
         tl.store(out_at, value.to(out_ptr.dtype.element_ty), mask=is_row & (at < k))
@@ -181,8 +185,10 @@ def widen(
     dtype: torch.dtype,
     num_bits: int,
     rows: slice | torch.Tensor,  # [M], integers
+    *,
+    is_halved: bool = False,
 ) -> torch.Tensor:  # [M, K]
-    """Rows of the weight in a wider type."""
+    """Rows of the weight in a wider type. is_halved: as of `group_gemm`."""
     num_groups = pairs.shape[1]
     assert words.shape[1] == num_groups * num_bits, (words.shape, pairs.shape)
     assert words.is_contiguous() and pairs.is_contiguous(), (words.stride(), pairs.stride())
@@ -201,6 +207,7 @@ def widen(
             BLOCK_N=_WIDEN_ROWS,
             BLOCK_K=_WIDEN_GROUPS,
             USE_PTX=words.is_cuda,
+            **_halves(num_bits, is_halved),
         )
     return out
 
@@ -213,6 +220,7 @@ def group_gemm(
     bias: torch.Tensor | None = None,  # [N]
     *,
     num_bits: int,
+    is_halved: bool = False,
     config: SmallGemmConfig,
     workspace: SmallGemmWorkspace | None = None,
     out: torch.Tensor | None = None,
@@ -220,6 +228,7 @@ def group_gemm(
 ) -> torch.Tensor:  # [M, N]
     """x @ weight.T + bias in x's type. `workspace` is needed where `config` cuts K.
 
+    is_halved: 16 columns share a scale; numbers of 4 bits are floats then.
     config: of the kind mma, or gemv with a multiple of 4 rows; its block_k in groups. out: its rows
     dense.
     """
@@ -249,6 +258,7 @@ def group_gemm(
         "USE_PTX": x.is_cuda,
         "num_warps": config.num_warps,
         **pdl_options(x.device, enabled=pdl),
+        **_halves(num_bits, is_halved),
     }
     tiles = config.tiles(n)
     if is_gemv:
@@ -273,6 +283,10 @@ def group_gemm(
         **options,
     )
     return out
+
+
+def _halves(num_bits: int, is_halved: bool) -> dict[str, bool]:
+    return {"HALVED": True, "FLOATS": num_bits == 4} if is_halved else {}
 
 
 def group_gemm_reference(

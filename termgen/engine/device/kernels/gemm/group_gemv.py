@@ -22,12 +22,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.gemm.group_layout import (
     COARSE,
+    FLOAT_ZERO,
     GROUP,
+    HALVED_ZERO,
     halves_of,
     levels_of_floats,
+    scales_of_halves,
 )
 
 _LARGEST: tl.constexpr = tl.constexpr(32767.0)
+_EVEN: tl.constexpr = tl.constexpr(0x00FF00FF)
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)
 """1.5 * 2 ** 23: a float that it is added to is rounded, and lies in the sum's lowest bits as an
 integer of two's complement."""
@@ -79,6 +83,15 @@ def _dot(numbers, x, y, IS_SIGNED: tl.constexpr, USE_PTX: tl.constexpr):
 
 
 @triton.jit
+def _dot_of_group(a, b, first, second, USE_PTX: tl.constexpr):
+    """The sum of numbers times x: [groups] int32."""
+    zero = tl.zeros_like(a)
+    lower = _dot(b, second[0], _dot(a, first[0], zero, False, USE_PTX), False, USE_PTX)
+    upper = _dot(b, second[1], _dot(a, first[1], zero, True, USE_PTX), True, USE_PTX)
+    return (tl.sum(upper, axis=1) << 8) + tl.sum(lower, axis=1)
+
+
+@triton.jit
 def _eight(x_at, groups, is_group, part: tl.constexpr, k, EVEN_K: tl.constexpr):
     """x of columns 8 * part to 8 * part + 7 of each group: the even ones [groups, 4], the odd."""
     columns = groups[:, None] * GROUP + 8 * part + tl.arange(0, 8)[None, :]
@@ -98,9 +111,12 @@ def _integers(even, odd, inverse):
 
 
 @triton.jit
-def _group_of_x(x_at, groups, is_group, k, EVEN_K: tl.constexpr, USE_PTX: tl.constexpr):
+def _group_of_x(
+    x_at, groups, is_group, k, EVEN_K: tl.constexpr, USE_PTX: tl.constexpr, HALVED: tl.constexpr
+):
     """((lower bytes, upper bytes) of x for the first half of a group's numbers, for the second, the
-    scale, the sum): [groups, 4] int32 and [groups] float32."""
+    scale, the sum): [groups, 4] int32 and [groups] float32. HALVED: a sum of the first 16 columns
+    and one of the last."""
     e0, o0 = _eight(x_at, groups, is_group, 0, k, EVEN_K)
     e1, o1 = _eight(x_at, groups, is_group, 1, k, EVEN_K)
     e2, o2 = _eight(x_at, groups, is_group, 2, k, EVEN_K)
@@ -108,7 +124,8 @@ def _group_of_x(x_at, groups, is_group, k, EVEN_K: tl.constexpr, USE_PTX: tl.con
     m = tl.maximum(tl.maximum(tl.abs(e0), tl.abs(o0)), tl.maximum(tl.abs(e1), tl.abs(o1)))
     n = tl.maximum(tl.maximum(tl.abs(e2), tl.abs(o2)), tl.maximum(tl.abs(e3), tl.abs(o3)))
     largest = tl.max(tl.maximum(m, n), axis=1)
-    total = ((e0 + o0) + (e1 + o1)) + ((e2 + o2) + (e3 + o3))
+    of_first, of_last = (e0 + o0) + (e1 + o1), (e2 + o2) + (e3 + o3)
+    total = of_first + of_last
     # A group of zeros is divided by 1; an infinity is in the scale, a NaN in the sum.
     scale = tl.where(largest == 0, 1.0, largest) * (1 / _LARGEST)
     inverse = (1.0 / scale)[:, None]
@@ -118,7 +135,11 @@ def _group_of_x(x_at, groups, is_group, k, EVEN_K: tl.constexpr, USE_PTX: tl.con
     e3, o3 = _integers(e3, o3, inverse)
     first = _bytes(e0, e2, o0, o2, USE_PTX)
     second = _bytes(e1, e3, o1, o3, USE_PTX)
-    return first, second, scale, tl.sum(total, axis=1)
+    if HALVED:
+        x_sum = (tl.sum(of_first, axis=1), tl.sum(of_last, axis=1))
+    else:
+        x_sum = tl.sum(total, axis=1)
+    return first, second, scale, x_sum
 
 
 @triton.jit
@@ -177,14 +198,18 @@ def add_products(
     EVEN_K: tl.constexpr,
     USE_PTX: tl.constexpr,
     FLOATS: tl.constexpr = False,
+    HALVED: tl.constexpr = False,
 ):
     """sums, a tensor [groups] for each row of x and each row of the weight, with these groups'."""
+    ZERO: tl.constexpr = FLOAT_ZERO if FLOATS else HALVED_ZERO
     is_group = groups < num_groups
     new_sums = ()
     for token in tl.static_range(BLOCK_M):
         # A token past the last repeats it; its sums go nowhere.
         x_at = x_ptr + tl.minimum(token, num_rows - 1) * x_stride
-        first, second, x_scale, x_sum = _group_of_x(x_at, groups, is_group, k, EVEN_K, USE_PTX)
+        first, second, x_scale, x_sum = _group_of_x(
+            x_at, groups, is_group, k, EVEN_K, USE_PTX, HALVED
+        )
         number_scale = x_scale * COARSE if BITS == 4 and not FLOATS else x_scale
         for r in tl.static_range(BLOCK_N):
             if BITS == 4:
@@ -194,14 +219,20 @@ def add_products(
                     a, b = words[r] & 0x0F0F0F0F, (words[r] >> 4) & 0x0F0F0F0F
             else:
                 a, b = words[2 * r], words[2 * r + 1]
-            zero = tl.zeros_like(a)
-            lower = _dot(b, second[0], _dot(a, first[0], zero, False, USE_PTX), False, USE_PTX)
-            upper = _dot(b, second[1], _dot(a, first[1], zero, True, USE_PTX), True, USE_PTX)
-            dot = (tl.sum(upper, axis=1) << 8) + tl.sum(lower, axis=1)
-            scale, low = halves_of(pairs[r], FLOATS)
-            y = sums[token * BLOCK_N + r]
-            y += dot.to(tl.float32) * scale * number_scale
-            y += low * x_sum
+            if HALVED:
+                y = sums[token * BLOCK_N + r]
+                scales = scales_of_halves(pairs[r])
+                # Every other byte of a word is a number of the first 16 columns.
+                dot = _dot_of_group(a & _EVEN, b & _EVEN, first, second, USE_PTX)
+                y += (dot.to(tl.float32) * number_scale - x_sum[0] * ZERO) * scales[0]
+                dot = _dot_of_group(a & ~_EVEN, b & ~_EVEN, first, second, USE_PTX)
+                y += (dot.to(tl.float32) * number_scale - x_sum[1] * ZERO) * scales[1]
+            else:
+                dot = _dot_of_group(a, b, first, second, USE_PTX)
+                scale, low = halves_of(pairs[r], FLOATS)
+                y = sums[token * BLOCK_N + r]
+                y += dot.to(tl.float32) * scale * number_scale
+                y += low * x_sum
             new_sums += (y,)  # type: ignore[assignment]
     return new_sums
 
@@ -244,6 +275,8 @@ def gemv_kernel(
     HAS_BIAS: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
+    HALVED: tl.constexpr = False,
+    FLOATS: tl.constexpr = False,
 ):
     first_row = tl.program_id(0) * BLOCK_N
     groups = tl.arange(0, BLOCK_K)
@@ -262,14 +295,14 @@ def gemv_kernel(
         )
         sums = add_products(
             *(sums, words, pairs, x_ptr, groups, num_rows, k, num_groups, x_stride),
-            *(BITS, BLOCK_M, BLOCK_N, EVEN_K, USE_PTX),
+            *(BITS, BLOCK_M, BLOCK_N, EVEN_K, USE_PTX, FLOATS, HALVED),
         )
         words = next_words
         pairs = next_pairs
         groups = ahead
     sums = add_products(
         *(sums, words, pairs, x_ptr, groups, num_rows, k, num_groups, x_stride),
-        *(BITS, BLOCK_M, BLOCK_N, EVEN_K, USE_PTX),
+        *(BITS, BLOCK_M, BLOCK_N, EVEN_K, USE_PTX, FLOATS, HALVED),
     )
     for r in tl.static_range(0, BLOCK_N, 4):
         rows = first_row + r + tl.arange(0, 4)

@@ -16,6 +16,10 @@ are those of 8 bits that are multiples of 17, and have scales as if they were.
 
 Floats of 4 bits (E2M1, as in MXFP4) lie alike. Their levels are twice their values and 12 more, so
 that `low` is -12 scales, and a pair is the scale alone: int16.
+
+Where 16 columns share a scale (HALVED) a pair is the scales of a group's two halves, and nothing
+else lies otherwise: the numbers of an element's first half of places are those of the first one.
+Then `low` is a constant times the scale, -12 of floats and -32 of integers, whose bits are 8.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ COARSE: tl.constexpr = tl.constexpr(17)
 """Levels of 8 bits between those of 4."""
 FLOAT_ZERO: tl.constexpr = tl.constexpr(12)
 """The level of 0 among floats of 4 bits."""
+HALVED_ZERO: tl.constexpr = tl.constexpr(32)
+"""That of integers where 16 columns share a scale."""
 
 
 def pack(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
@@ -209,6 +215,14 @@ def halves_of(pair, FLOATS: tl.constexpr):
 
 
 @triton.jit
+def scales_of_halves(pair):
+    """The scales of a group's first 16 columns and of its last, float32."""
+    first = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    last = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return first, last
+
+
+@triton.jit
 def levels_of_floats(w, USE_PTX: tl.constexpr):
     """The levels of floats in the lower halves of a word's bytes, and in the upper; int32."""
     if USE_PTX:
@@ -264,12 +278,23 @@ def over_elements(t, ELEMENTS: tl.constexpr):
 
 
 @triton.jit
-def numbers_and_scales(w, pair, BITS: tl.constexpr, FLOATS: tl.constexpr, USE_PTX: tl.constexpr):
-    """w [rows, elements] int16, pair [rows, groups] -> what `weight_at` takes."""
+def numbers_and_scales(
+    w,
+    pair,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    USE_PTX: tl.constexpr,
+    HALVED: tl.constexpr = False,
+):
+    """w [rows, elements] int16, pair [rows, groups] -> what `weight_at` takes. HALVED: in the place
+    of scales and lows the scales of the halves."""
     ELEMENTS: tl.constexpr = 2 * BITS
-    scale, low = halves_of(pair, FLOATS)
-    if BITS == 4 and not FLOATS:
-        scale = scale * COARSE
+    if HALVED:
+        scale, low = scales_of_halves(pair)
+    else:
+        scale, low = halves_of(pair, FLOATS)
+        if BITS == 4 and not FLOATS:
+            scale = scale * COARSE
     numbers = raised_numbers(w, BITS, FLOATS, USE_PTX)
     return numbers, scale, low, over_elements(scale, ELEMENTS), over_elements(low, ELEMENTS)
 
@@ -285,10 +310,23 @@ def weight_at(
     dtype: tl.constexpr,
     BITS: tl.constexpr,
     FLOATS: tl.constexpr,
+    HALVED: tl.constexpr = False,
 ):
     """The weights at one place in each element, [rows, elements], without the rows' scales. One
     place after another, so that few are in registers, or in shared memory, at a time."""
-    if dtype == tl.float32:
+    if HALVED:
+        ZERO: tl.constexpr = FLOAT_ZERO if FLOATS else HALVED_ZERO
+        IS_FIRST: tl.constexpr = 2 * BITS * place < 16
+        if IS_FIRST:
+            own, wide = scale, wide_scale
+        else:
+            own, wide = low, wide_low
+        if dtype == tl.float32:
+            weight = (numbers[place] - (height(place, BITS, FLOATS) + ZERO)) * wide
+        else:
+            lowered = over_elements(own * -(height(place, BITS, FLOATS) + ZERO), 2 * BITS)
+            weight = (numbers[place] * wide + lowered).to(dtype)
+    elif dtype == tl.float32:
         weight = (numbers[place] - height(place, BITS, FLOATS)) * wide_scale + wide_low
     else:
         # An instruction less.

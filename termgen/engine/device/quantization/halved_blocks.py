@@ -1,0 +1,65 @@
+"""Blocks with a scale for every 16 numbers, and no offset: numbers, and scales of the halves of 32.
+
+    value = row_scale * scale * (number - zero)
+
+As `group_layout` has them (HALVED): the numbers of Q6_K and Q3_K are those of the file, in 8 bits,
+and those of NVFP4 their codes in 4, which stand for twice their values. Scales are rounded to 16
+bits; those of NVFP4 have no more. `gguf_blocks` says how the bytes of GGUF's types lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from termgen.engine.device.kernels.gemm.group_layout import COARSE, HALVED_ZERO
+from termgen.engine.device.layers.stored_rows import StoredRows
+from termgen.engine.device.native.int8_blocks import Quantized
+from termgen.engine.device.quantization.gguf_blocks import K_BLOCK, q3_k_parts, q6_k_parts
+from termgen.engine.device.quantization.stored_matrices import NVFP4, NVFP4_BLOCK
+
+WIDTHS = {"Q3_K": 8, "Q6_K": 8, NVFP4: 4}
+"""Bits of a number in memory, by the blocks' kind."""
+_STEP = 0.5
+"""The values of floats of 4 bits are multiples of it."""
+
+
+def halved(rows: StoredRows) -> Quantized:
+    """Rows of a kind of `WIDTHS`: in the place of scales and offsets the scales of the first 16
+    numbers of 32, and of the last."""
+    return _READERS[rows.kind](rows.blocks)
+
+
+def _in_k_blocks(
+    parts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor], Quantized]:
+    def read(blocks: torch.Tensor) -> Quantized:
+        num_rows, num_blocks = blocks.shape[:2]
+        values = torch.empty(num_rows * num_blocks, K_BLOCK, device=blocks.device)
+        scale = parts(blocks.flatten(0, 1), values).view(num_rows, -1)
+        numbers = values.add_(HALVED_ZERO.value).to(torch.uint8).view(num_rows, -1)
+        exponent = torch.frexp(scale.abs().amax(1)).exponent.clamp(-125, 127)
+        row_scale = torch.ldexp(torch.ones_like(scale[:, 0]), exponent)
+        scale = (scale * row_scale.reciprocal()[:, None]).half()
+        return Quantized(numbers, scale[:, ::2], scale[:, 1::2], row_scale)
+
+    return read
+
+
+def _nvfp4(blocks: torch.Tensor) -> Quantized:
+    """16 bytes of pairs, the lower half first, two scales of float8_e4m3fn, one of float32."""
+    num_rows = len(blocks)
+    packed = blocks[:, :, :16]
+    codes = torch.stack((packed & 15, packed >> 4), 3).view(num_rows, -1) * COARSE.value
+    scales = blocks[:, :, 16:18].contiguous().view(torch.float8_e4m3fn).to(torch.float16)
+    first, last = (scales * _STEP).unbind(2)
+    row_scale = blocks[:, 0, 18:NVFP4_BLOCK].contiguous().view(torch.float32)[:, 0]
+    return Quantized(codes, first, last, row_scale)
+
+
+_READERS: dict[str, Callable[[torch.Tensor], Quantized]] = {
+    "Q3_K": _in_k_blocks(q3_k_parts),
+    "Q6_K": _in_k_blocks(q6_k_parts),
+    NVFP4: _nvfp4,
+}
