@@ -19,14 +19,16 @@ from termgen.engine.device.native.int8_blocks import Quantized
 from termgen.engine.device.quantization.gguf_blocks import K_BLOCK, q3_k_parts, q6_k_parts
 from termgen.engine.device.quantization.stored_matrices import NVFP4, NVFP4_BLOCK
 
-WIDTHS = {"Q3_K": 8, "Q6_K": 8, NVFP4: 4}
-"""Bits of a number in memory, by the blocks' kind."""
+WIDTHS = {NVFP4: 4}
+"""Bits of a number in memory, by the kinds of blocks that are kept so. Q3_K and Q6_K (8 bits) are
+rounded to one scale for 32 numbers: with two, a product of one row has twice the sums of integers,
+and what that takes is not measured."""
 _STEP = 0.5
 """The values of floats of 4 bits are multiples of it."""
 
 
 def halved(rows: StoredRows) -> Quantized:
-    """Rows of a kind of `WIDTHS`: in the place of scales and offsets the scales of the first 16
+    """Rows of Q3_K, Q6_K or NVFP4: in the place of scales and offsets the scales of the first 16
     numbers of 32, and of the last."""
     return _READERS[rows.kind](rows.blocks)
 

@@ -3,7 +3,7 @@
 The numbers are those that the CPU keeps (`native.int8_blocks`): every 32 of a row have a scale and
 an offset. Blocks of a GGUF file keep their numbers, where their type has no more scales than that;
 other weights are rounded while they are loaded. Types with a scale for every 16 numbers and no
-offset (Q6_K, Q3_K, NVFP4) have a second scale in the place of the offset. Rows whose numbers have
+offset (NVFP4) have a second scale in the place of the offset. Rows whose numbers have
 16 levels take 4 bits.
 Activations stay in 16 bits.
 """
