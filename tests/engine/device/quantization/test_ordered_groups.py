@@ -68,7 +68,7 @@ def matrix(
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [1])
 def test_products_are_those_of_the_columns_in_their_order(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
