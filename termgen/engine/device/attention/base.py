@@ -92,14 +92,15 @@ class AttentionForm:
     cache_scales: LayerScales | None = None
     """What keys and values are multiplied by: they were divided by it when they were stored."""
 
-    @property
-    def score_scale(self) -> float:
-        """Factor of the products of queries with what the cache has for keys."""
-        return self.scale if self.cache_scales is None else self.scale * self.cache_scales.key
+    score_scale: float = field(init=False)
+    """Factor of the products of queries with what the cache has for keys."""
+    value_scale: float | None = field(init=False)
 
-    @property
-    def value_scale(self) -> float | None:
-        return None if self.cache_scales is None else self.cache_scales.value
+    def __post_init__(self) -> None:
+        scales = self.cache_scales
+        of_scores = self.scale if scales is None else self.scale * scales.key
+        object.__setattr__(self, "score_scale", of_scores)
+        object.__setattr__(self, "value_scale", None if scales is None else scales.value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def to_int8(x, scale):
 
 
 @triton.constexpr_function
-def _width(is_4bit, head_dim):
+def _width(is_4bit: bool, head_dim: int) -> int:
     return head_dim // 2 if is_4bit else head_dim
 
 
