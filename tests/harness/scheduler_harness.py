@@ -14,9 +14,10 @@ import numpy as np
 from scripted_device import VOCAB, DeviceFailure, ScriptedDevice, is_stop, next_token
 
 from termgen.engine.schedule.block_pool import BlockPool
+from termgen.engine.schedule.effects import AppliedStep
 from termgen.engine.schedule.invariants import check_scheduler
 from termgen.engine.schedule.kv_cache import KVCacheManager
-from termgen.engine.schedule.scheduler import AppliedStep, Scheduler, SchedulerConfig
+from termgen.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from termgen.engine.schedule.state_cache import StateCache
 from termgen.errors import StepError
 from termgen.vocabulary.cache_groups import Chunk, Window

@@ -23,7 +23,8 @@ from termgen.engine.loop.control import EngineControl, RunAhead, end_failed, fin
 from termgen.engine.loop.event_publisher import EventPublisher, StepTimes
 from termgen.engine.loop.executor import Executor, StepHandle
 from termgen.engine.loop.snapshot import StateCopy, copy_state
-from termgen.engine.schedule.scheduler import AppliedStep, Scheduler
+from termgen.engine.schedule.effects import AppliedStep
+from termgen.engine.schedule.scheduler import Scheduler
 from termgen.errors import EngineError, RequestError, StepError, TermgenError
 from termgen.vocabulary.events import EventBus, StepRecord
 from termgen.vocabulary.request import FinishReason, GenerationRequest, Request

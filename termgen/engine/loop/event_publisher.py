@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from termgen.engine.schedule.scheduler import AppliedStep, Scheduler
+from termgen.engine.schedule.effects import AppliedStep
+from termgen.engine.schedule.scheduler import Scheduler
 from termgen.vocabulary.events import EventBus, RequestEvent, RequestEventKind, StepRecord
 from termgen.vocabulary.request import Request
 from termgen.vocabulary.step import FinishedRow, StartedRow, StepPlan, StepResult

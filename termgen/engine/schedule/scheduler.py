@@ -10,7 +10,7 @@ follows vLLM's V1 scheduler; the columns (see slot_table.py) do not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -21,7 +21,6 @@ from termgen.engine.schedule.block_pool import CachedPrefix
 from termgen.engine.schedule.constraints import Constraints
 from termgen.engine.schedule.decode_step import DecodeStep
 from termgen.engine.schedule.drafts import (
-    DraftStats,
     append_kept,
     blocks_ahead,
     had_drafts,
@@ -29,6 +28,7 @@ from termgen.engine.schedule.drafts import (
     places_for_drafts,
     take_places_back,
 )
+from termgen.engine.schedule.effects import AppliedStep, SchedulerStats
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.plan import PlanBuilder, copy_states, drop_unseen
 from termgen.engine.schedule.prompt_pace import PromptPace
@@ -54,43 +54,6 @@ class SchedulerConfig:
     """Drafts of a row in a step, at most; 0 where the device makes none."""
     num_ahead: int = 0
     """Positions behind those of a step that a drafter computes, where there are blocks for them."""
-
-
-@dataclass(slots=True)
-class SchedulerStats(DraftStats):
-    """Counters since start."""
-
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    num_preemptions: int = 0
-    num_finished: int = 0
-    prompt_tokens: int = 0
-    """Prompt tokens computed (without cache hits, with recomputation)."""
-    generation_tokens: int = 0
-    num_corrupted: int = 0
-    """Requests that ended because of NaN or infinite logits."""
-    num_late_masks: int = 0
-    """Rows that a step did not sample because their masks came too late."""
-    wasted_tokens: int = 0
-    """Tokens computed for requests whose end or preemption was not known to the plan, or again
-    because of a late mask."""
-
-
-@dataclass(slots=True, eq=False)
-class AppliedStep:
-    """The effect of a landed step: rows that produced tokens, and finished requests."""
-
-    slots: IntArray
-    epochs: IntArray
-    token_ids: IntArray
-    """Row after row."""
-    samples: IntArray
-    """Index of these tokens among the step's samples."""
-    num_tokens: IntArray | None = None
-    """[num_rows] tokens of each row; None: one."""
-    num_drafted: IntArray | None = None
-    """[num_rows] drafts that were computed for each row; None: no row had any."""
-    finished: list[FinishedRow] = field(default_factory=list)
 
 
 class Scheduler:

@@ -41,7 +41,7 @@ class HostExperts(ExpertList):
 
     @property
     def form(self) -> Form:
-        """The form in which the GPU can have any of them."""
+        """The form on the GPU that has room for any of them."""
         forms = {matrix.form for matrix in self._matrices}
         return forms.pop() if len(forms) == 1 else Form.EIGHT_BITS
 

@@ -25,7 +25,7 @@ COARSE = 17
 GROUPS = "GROUPS"
 """Kind of integers of up to 8 bits: 32 bytes of numbers, their scale and their offset."""
 ORDERED_GROUPS = "ORDERED_GROUPS"
-"""Kind of the same in another order of columns, in which neighbours share a scale."""
+"""Kind of the same with columns in another order, so that neighbours share a scale."""
 GROUPS_BLOCK = BLOCK
 _LOWEST = 127
 """Added to what the four bits of IQ4_NL and IQ4_XS stand for, all are positive."""

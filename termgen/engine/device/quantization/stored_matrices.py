@@ -72,7 +72,7 @@ class ScaledNumbers:
 
     @property
     def float8_kind(self) -> str | None:
-        """The kind in which these numbers may stay what they are, being float8_e4m3fn."""
+        """The kind of rows that keep these numbers, which are float8_e4m3fn."""
         rows, columns = self.block
         if columns >= self.shape[1]:
             return FLOAT8_ROWS
@@ -215,7 +215,7 @@ def nvfp4_rows(tensors: Tensors, first: int, last: int, *, is_divided: bool) -> 
 
 def kept(integers: Integers, order: torch.Tensor | None = None) -> StoredRows:
     """The rows with their numbers as they are: for groups of whole `GROUPS_BLOCK`s of columns.
-    order [columns]: that in which the groups are runs; None: as they are."""
+    order [columns]: the columns, group after group; None: as they are."""
     numbers, zero, scale = integers
     if order is not None:
         numbers = numbers.index_select(1, order)

@@ -188,7 +188,7 @@ class ModelRunner:
         return self.fused_sampler is not None
 
     def experts_at_rest(self) -> AbstractContextManager[object]:
-        """Context in which steps are rehearsed and recorded: see `Placement.at_rest`."""
+        """Context for rehearsing and recording steps: see `Placement.at_rest`."""
         return nullcontext() if self.placement is None else self.placement.at_rest()
 
     def be_ready(self) -> None:
