@@ -12,7 +12,6 @@ import torch
 from termgen.config import EngineConfig, parse_cpu_experts
 from termgen.engine.device import native
 from termgen.engine.device.config.model_config import ModelConfig
-from termgen.engine.device.host_experts.host_list import HostExperts
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.mlp import SparseMoe
@@ -22,6 +21,7 @@ from termgen.errors import ConfigError
 from termgen.vocabulary.memory_ledger import GIB, size
 
 if TYPE_CHECKING:
+    from termgen.engine.device.host_experts.host_list import HostExperts
     from termgen.engine.device.host_experts.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,16 @@ class CpuExperts:
     """Set once the model is loaded."""
 
     def make(self, shape: tuple[int, int, int], build: object) -> HostExperts:
+        from termgen.engine.device.host_experts.host_list import (
+            HostExperts,  # triton may be missing
+        )
+
         return HostExperts(shape, build, self.num_bits)  # type: ignore[arg-type]
 
     def place(self, model: CausalDecoder, memory: MemoryAccount | None) -> None:
         """Put experts of a loaded model where they are to be. memory: unless `num_wanted` says how
         many."""
+        from termgen.engine.device.host_experts.host_list import HostExperts
         from termgen.engine.device.host_experts.placement import ExpertPlaces, HostCompute
         from termgen.engine.device.host_experts.placement import Placement as Made
         from termgen.engine.device.native.expert_kernels import Activation
@@ -107,6 +112,8 @@ class CpuExperts:
         if self.num_wanted is not None:
             return max(0, num_experts - self.num_wanted)
         assert memory is not None
+        from termgen.engine.device.host_experts.host_list import HostExperts
+
         of_all = 0
         for layer in layers:
             assert isinstance(layer.gate_up, HostExperts) and isinstance(layer.down, HostExperts)
