@@ -289,6 +289,7 @@ def test_rehearsals_compute_nothing_but_recordings_do() -> None:
     placement = Placement([layer.places])
     x, logits = layer.inputs(4)
     expected = layer.run(x, logits).clone()
+    torch.cuda.synchronize()  # the CPU's part has ended as well
     counts = placement.counts.copy()
     graph = torch.cuda.CUDAGraph()
     with placement.at_rest():
