@@ -28,7 +28,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]"""
-        activated = self._ops.gated_activation(self.gate_up_proj(x), self._activation)
+        activated = self.gate_up_proj.gated(x, self._activation, self._ops)
         y: torch.Tensor = self.down_proj(activated)
         return y
 

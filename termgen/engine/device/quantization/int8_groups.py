@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from termgen.engine.device.kernels.gemm.group_config import group_cut
+from termgen.engine.device.kernels.gemm.group_config import gated_cut, group_cut
 from termgen.engine.device.kernels.gemm.group_gemm import (
     group_gemm,
     widen,
@@ -83,6 +83,8 @@ class _Run(NamedTuple):
     words: nn.Parameter
     pairs: nn.Parameter
     configs: ByRows
+    gated: SmallGemmConfig | None
+    """For one row of x, if the rows are those of a gate and of what it opens for."""
 
 
 class GroupLinear(RoundedLinear):
@@ -152,7 +154,8 @@ class GroupLinear(RoundedLinear):
         for config in configs.values():
             if config is not None:
                 self._shared.reserve(config, end - first)
-        run = _Run(first, end, num_bits, order, is_halved, words, pairs, configs)
+        gated = gated_cut(configs[1], num_bits, pairs.shape[1])
+        run = _Run(first, end, num_bits, order, is_halved, words, pairs, configs, gated)
         self.register_parameter(f"words_{len(self._runs)}", words)
         self.register_parameter(f"pairs_{len(self._runs)}", pairs)
         self._runs.append(run)
@@ -191,6 +194,21 @@ class GroupLinear(RoundedLinear):
                 out=out[:, rows],
             )
         return out
+
+    def multiply_gated(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor | None:
+        """act(gate) * up of a product with rows of both, in one launch; None: there is none."""
+        run = self._runs[0]
+        if len(x) != 1 or len(self._runs) > 1 or run.gated is None or len(self.row_scale) % 8:
+            return None
+        return group_gemm(
+            *(self._in_orders(x)[run.order], run.words, run.pairs, self.row_scale, bias),
+            num_bits=run.num_bits,
+            is_halved=run.is_halved,
+            config=run.gated,
+            activation=activation,
+        )
 
     def _in_orders(self, x: torch.Tensor) -> list[torch.Tensor]:
         return [x if order is None else x.index_select(1, order) for order in self.orders]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from triton_device import DEVICES, DEVICES_AND_DTYPES, assert_near, normal, require_triton
 
-from termgen.engine.device.layers.linear import LinearSpec
+from termgen.engine.device.layers.linear import Build, Linear, LinearSpec
 from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.native.int8_blocks import dequantize, quantize_rows
 
@@ -22,6 +22,7 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (  # noqa: E402
     SmallGemmConfig,
     Weights,
 )
+from termgen.engine.device.layers.triton_ops import TritonOps  # noqa: E402
 from termgen.engine.device.quantization import int8_groups  # noqa: E402
 from termgen.engine.device.quantization.affine_blocks import affine  # noqa: E402
 from termgen.engine.device.quantization.gathered_rows import RoundedLinear  # noqa: E402
@@ -210,6 +211,28 @@ def test_what_was_measured_is_used(device: str, dtype: torch.dtype) -> None:
     assert tuned.asked == (layer.shapes() if is_half else []), "float32 was not measured"
     assert ([run.configs for run in layer._runs] == [of_four, of_eight]) == is_half
     check_products(layer, layer.embed(torch.arange(160, device=device)), dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize(("columns", "is_one"), [(512, True), (5120, True), (512, False)])
+def test_a_gate_opens_in_the_product_of_one_row(
+    device: str, dtype: torch.dtype, columns: int, is_one: bool
+) -> None:
+    values = torch.randn(160, columns, generator=torch.Generator().manual_seed(8)) / columns**0.5
+    build = Build(dtype, torch.device(device), GroupLinears(), TritonOps())
+    layer = Linear(columns, {"gate_proj": 80, "up_proj": 80}, bias=True, build=build)
+    assert layer.bias is not None and isinstance(layer.method, GroupLinear)
+    layer.bias.data.copy_(torch.linspace(-1, 1, 160))
+    layer.method.load_stored(gguf_rows(values[:80], "Q4_0"), 0)
+    layer.method.load_stored(gguf_rows(values[80:], "Q4_0" if is_one else "Q8_0"), 80)
+    layer.finalize()
+    for rows in (1, 2):
+        x = normal(rows, columns, dtype=dtype, device=device, seed=columns)
+        fused = layer.method.multiply_gated(x, layer.bias, "silu")
+        assert (fused is not None) == (is_one and rows == 1 and dtype.itemsize == 2)
+        found = layer.gated(x, "silu", build.ops)
+        product = layer(x)
+        assert_near(found, build.ops.gated_activation(product, "silu"), dtype)
 
 
 def test_widths_go_by_tiles_of_rows() -> None:

@@ -17,8 +17,10 @@ from termgen.engine.device.kernels.gemm.float8_config import float8_cut
 from termgen.engine.device.kernels.gemm.group_config import (
     GROUP_COLUMNS,
     SPARE_BYTES,
+    WALK_GROUPS,
     group_cut,
     stage_bytes,
+    walking,
 )
 from termgen.engine.device.kernels.gemm.small_gemm_config import (
     SHIPPED_CAPABILITY,
@@ -206,6 +208,8 @@ def group_candidates(m: int, n: int, k: int, num_bits: int, gpu: Gpu) -> list[Sm
             if num_warps > 1 and width >= 2 * groups:
                 continue
             found += [SmallGemmConfig("gemv", m, rows, width, num_warps) for rows in (4, 8)]
+        if m == 1 and groups <= WALK_GROUPS:
+            found += [walking(m, rows, groups) for rows in (4, 8)]
     block_m = max(_MIN_MMA_ROWS, m)
     for block_n, block_k, num_warps, num_stages in _GROUP_MMA_SHAPES[block_m]:
         of_stage = stage_bytes(block_m, block_n, block_k, num_bits, item_bytes=2)

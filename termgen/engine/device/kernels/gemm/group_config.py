@@ -3,6 +3,8 @@ for its shape; for `group_gemm`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
 
 GROUP_COLUMNS = 32
@@ -11,6 +13,10 @@ SPARE_BYTES = 2048
 # Chosen on an H200, on the products of Llama 3.1 8B.
 _LEAST_ROWS = 16
 _BLOCK_N = 128
+WALK_GROUPS = 128
+"""Groups of a row up to which a program may keep all of x."""
+_RESIDENT_WARPS = {4: 24, 8: 16}
+"""Rows of a tile -> warps of programs that keep x, for each multiprocessor."""
 _ENOUGH = 264
 """Programs, two for each multiprocessor: K is cut no further."""
 _MOST_SPLITS = {16: 8, 32: 8, 64: 4, 128: 4}
@@ -33,7 +39,7 @@ def group_cut(
     # Integers of 16 bits would lose a third of float32.
     if item_bytes == 2:
         if band == 1:
-            return SmallGemmConfig("gemv", 1, GROUP_COLUMNS // num_bits, 128, 4)
+            return _gemv_cut(num_bits, -(-in_features // GROUP_COLUMNS))
         if band == 2 and num_bits == 4:
             return SmallGemmConfig("gemv", 2, 8, 64, 2)
     groups, block_m = -(-in_features // GROUP_COLUMNS), max(_LEAST_ROWS, band)
@@ -48,6 +54,31 @@ def group_cut(
     num_stages = max(1, min((shared_bytes - SPARE_BYTES) // of_stage, 3 if splits > 1 else 4))
     num_warps = 4 if is_small and num_bits == 8 else 8
     return SmallGemmConfig("mma", block_m, _BLOCK_N, block_k, num_warps, num_stages, splits)
+
+
+def _gemv_cut(num_bits: int, groups: int) -> SmallGemmConfig:
+    if num_bits == 8 or groups > WALK_GROUPS:
+        return SmallGemmConfig("gemv", 1, GROUP_COLUMNS // num_bits, 128, 4)
+    return walking(1, 4, groups)
+
+
+def walking(band: int, rows: int, groups: int) -> SmallGemmConfig:
+    """gemv of programs that take many tiles, of as many threads as a row has groups."""
+    num_warps = 1
+    while 32 * num_warps < groups:
+        num_warps *= 2
+    resident = _RESIDENT_WARPS[rows] // num_warps
+    return SmallGemmConfig("gemv", band, rows, 32 * num_warps, num_warps, resident=resident)
+
+
+def gated_cut(config: SmallGemmConfig | None, num_bits: int, groups: int) -> SmallGemmConfig | None:
+    """The configuration for a gate's rows and those that it opens for, four of each in a tile; from
+    that of their product. None: they are faster apart."""
+    if config is None or config.kind != "gemv" or num_bits == 8:
+        return None
+    if config.resident:
+        return walking(config.block_m, 8, groups)
+    return replace(config, block_n=8)
 
 
 def stage_bytes(block_m: int, block_n: int, block_k: int, num_bits: int, item_bytes: int) -> int:

@@ -31,7 +31,8 @@ from termgen.engine.device.kernels.gemm.small_gemm import (
     split_buffers,
 )
 from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig
-from termgen.engine.device.kernels.launch import dot_precision, pdl_options
+from termgen.engine.device.kernels.launch import dot_precision, num_sms, pdl_options
+from termgen.engine.device.kernels.rows.gated_activation import ACTIVATIONS
 
 _WIDEN_ROWS = 16
 """Rows of a weight that a program widens."""
@@ -224,13 +225,16 @@ def group_gemm(
     config: SmallGemmConfig,
     workspace: SmallGemmWorkspace | None = None,
     out: torch.Tensor | None = None,
+    activation: str | None = None,
     pdl: bool = True,
-) -> torch.Tensor:  # [M, N]
+) -> torch.Tensor:  # [M, N], or [M, N / 2] with an activation
     """x @ weight.T + bias in x's type. `workspace` is needed where `config` cuts K.
 
     is_halved: 16 columns share a scale; numbers of 4 bits are floats then.
     config: of the kind mma, or gemv with a multiple of 4 rows; its block_k in groups. out: its rows
-    dense.
+    dense. activation: the weight is that of a gate and as many rows, a multiple of 4, that it
+    opens for; the result is `gated_activation` of the product. config is
+    of the kind gemv then, with a multiple of 8 rows.
     """
     num_rows, k = x.shape
     n, num_groups = len(words), pairs.shape[1]
@@ -240,12 +244,16 @@ def group_gemm(
     assert len(pairs) == -(-n // rows_aside(num_bits)) and pairs.is_contiguous(), (n, pairs.shape)
     assert row_scale.shape == (n,), row_scale.shape
     assert x.stride(1) == 1 and num_rows <= config.block_m, (x.stride(), num_rows, config)
+    is_gemv = config.kind == "gemv"
+    if activation is not None:
+        assert is_gemv and config.block_n % 8 == 0 and n % 8 == 0, (config, n)
+        assert activation in ACTIVATIONS, activation
+        n //= 2
     if out is None:
         out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     assert out.shape == (num_rows, n) and out.stride(1) == 1, (out.shape, out.stride())
     if not num_rows:
         return out
-    is_gemv = config.kind == "gemv"
     # The stride of a lone row must not choose a variant.
     x_stride, out_stride = (x.stride(0), out.stride(0)) if num_rows > 1 else (k, n)
     options: dict[str, Any] = {
@@ -262,9 +270,14 @@ def group_gemm(
     }
     tiles = config.tiles(n)
     if is_gemv:
-        gemv_kernel[(tiles,)](
+        tiles = config.tiles(len(words))
+        walks = bool(config.resident) and num_groups <= config.block_k
+        programs = min(tiles, config.resident * num_sms(x.device)) if walks else tiles
+        gemv_kernel[(programs,)](
             *(x, words, pairs, bias, row_scale, out),
             *(num_rows, n, k, num_groups, x_stride, out_stride),
+            WALKS=walks,
+            ACTIVATION=activation,
             **options,
         )
         return out

@@ -51,6 +51,9 @@ class SmallGemmConfig:
     """mma: programs that share the K of one tile."""
     prefetch_bytes: int = 32768
     """Bytes that a program prefetches into the L2 cache before it waits for the kernel ahead."""
+    resident: int = 0
+    """gemv of groups, of which block_k holds all: programs for each multiprocessor, which keep x
+    and take one tile after another. 0: a program for each tile."""
 
     def tiles(self, out_features: int) -> int:
         return -(-out_features // self.block_n)

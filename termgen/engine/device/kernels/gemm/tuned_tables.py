@@ -32,7 +32,7 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Changes with the fields of a file."""
 SOURCES = (
     *("gemm/small_gemm.py", "gemm/small_gemm_config.py", "launch.py"),

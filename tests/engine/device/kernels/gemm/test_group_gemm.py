@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from triton_device import (
@@ -31,11 +33,14 @@ from termgen.engine.device.kernels.gemm.group_layout import (  # noqa: E402
 )
 from termgen.engine.device.kernels.gemm.small_gemm import SmallGemmWorkspace  # noqa: E402
 from termgen.engine.device.kernels.gemm.small_gemm_config import SmallGemmConfig  # noqa: E402
+from termgen.engine.device.kernels.rows.gated_activation import gated_activation  # noqa: E402
 from termgen.engine.device.native.int8_blocks import Quantized, dequantize  # noqa: E402
 
 CONFIGS = {
     "gemv1": SmallGemmConfig("gemv", 1, 4, 64, 2),
     "gemv2": SmallGemmConfig("gemv", 2, 8, 16, 1),
+    "walk1": SmallGemmConfig("gemv", 1, 4, 32, 1, resident=1),
+    "walk2": SmallGemmConfig("gemv", 2, 8, 16, 1, resident=2),
     "16": SmallGemmConfig("mma", 16, 64, 4, 4, num_stages=3),
     "16-cut2": SmallGemmConfig("mma", 16, 32, 8, 4, num_stages=3, splits=2),
     "32-cut4": SmallGemmConfig("mma", 32, 64, 2, 4, num_stages=2, splits=4),
@@ -140,6 +145,24 @@ def test_products_are_those_of_the_weight(
                 whole = dequantize(random_rows(n, k, num_bits))[:, :k].to(device).double()
                 expected = x.double() @ whole.T + (0 if bias is None else bias.double())
             assert_near(out, expected, dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
+@pytest.mark.parametrize("config", ["gemv2", "walk2"])
+@bits
+@pytest.mark.parametrize(("n", "k", "activation"), [(24, 160, "silu"), (16, 100, "gelu_tanh")])
+def test_a_gate_opens_in_the_same_launch(
+    device: str, dtype: torch.dtype, config: str, num_bits: int, n: int, k: int, activation: str
+) -> None:
+    weight = weight_of(random_rows(n, k, num_bits), num_bits, device)
+    bias = normal(n, dtype=dtype, device=device, seed=n) if activation == "silu" else None
+    for rows in (1, 2):
+        given = (normal(rows, k, dtype=dtype, device=device, seed=k), *weight, bias)
+        product = group_gemm(*given, num_bits=num_bits, config=CONFIGS[config])
+        out = poison(rows, n // 2, dtype=dtype, device=device)
+        options: dict[str, Any] = {"num_bits": num_bits, "config": CONFIGS[config], "out": out}
+        assert group_gemm(*given, activation=activation, **options) is out
+        assert torch.equal(out, gated_activation(product, activation))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -119,7 +119,7 @@ def with_choice(path: Path, row: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        (lambda path: {"format": 0}, "its format is 0, not 2"),
+        (lambda path: {"format": 0}, "its format is 0, not 3"),
         (lambda path: {"n": 2048}, "it is about 2048 x 1024, not 4096 x 1024"),
         (lambda path: {"weights": "int8"}, "it is about 4096 x 1024 int8, not 4096 x 1024"),
         (lambda path: {"weights": "int2"}, "Invalid enum value 'int2'"),
