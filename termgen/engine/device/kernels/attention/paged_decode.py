@@ -23,6 +23,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from termgen.engine.device.kernels.attention.byte_pairs import (
+    add_values,
+    bytes_of_float8,
+    joined,
+    no_sums,
+    words_at,
+)
 from termgen.engine.device.kernels.attention.decode_plan import DecodeWorkspace
 from termgen.engine.device.kernels.attention.scaled_attention import attend_scaled
 from termgen.engine.device.kernels.attention.window import first_key, window_constant
@@ -119,7 +126,8 @@ def attend_run(
             first_seen = tl.min(first_keys, axis=0)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
-    acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    IS_FLOAT8: tl.constexpr = head_ptr.dtype.element_ty == tl.float8e4nv
+    sums = no_sums(q.shape[0], BLOCK_D, 2 if IS_FLOAT8 else 1)
     # Block ids are fetched one tile ahead of the keys that they lead to, or they would halve the
     # depth of the pipeline. Nothing outside the sequence is ever read.
     if IS_WITHIN_BLOCK:
@@ -132,16 +140,17 @@ def attend_run(
         key = here + keys
         if IS_WITHIN_BLOCK:
             base = block.to(tl.int64) * BLOCK_STRIDE + here % BLOCK_SIZE * TOKEN_STRIDE
-            at = head_base + base + (keys * TOKEN_STRIDE)[:, None]
+            base = base + keys * TOKEN_STRIDE
             block = tl.load(table + tl.minimum(here + TILE, seq_len - 1) // BLOCK_SIZE)
         else:
             base = block.to(tl.int64) * BLOCK_STRIDE + place % BLOCK_SIZE * TOKEN_STRIDE
-            at = head_base + base[:, None]
             place = tl.minimum(key + TILE, seq_len - 1)
             block = tl.load(table + place // BLOCK_SIZE)
+        at = head_base + base[:, None]
         inside = (key < seq_len)[:, None]
         if WINDOW != 0:  # the blocks before it are given up, and 0 * NaN is not 0
             inside = inside & (key >= first_seen)[:, None]
+        is_token = inside
         if BLOCK_D > HEAD_DIM:
             inside = inside & (dims < HEAD_DIM)[None, :]
         k = tl.load(at, mask=inside, other=0.0).to(q.dtype)  # from an 8-bit cache; else nothing
@@ -165,11 +174,14 @@ def attend_run(
         weights = tl.exp2(scores - reference[:, None])
         shrink = tl.exp2(top - reference)
         total = total * shrink + tl.sum(weights, axis=1)
-        v = tl.load(at + V_OFFSET, mask=inside, other=0.0).to(q.dtype)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        if IS_FLOAT8:
+            words = words_at(head_ptr, V_OFFSET + base, is_token, HEAD_DIM, BLOCK_D)
+            values = bytes_of_float8(words, q.dtype)
+        else:
+            values = (tl.load(at + V_OFFSET, mask=inside, other=0.0),)
+        sums = add_values(sums, weights.to(q.dtype), values, shrink, PRECISION)
         top = new_top
-    return acc, top, total
+    return joined(sums), top, total
 
 
 @triton.jit
