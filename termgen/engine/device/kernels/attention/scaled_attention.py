@@ -82,8 +82,7 @@ def _scales(
     IS_4BIT: tl.constexpr,
     OFFSETS: tl.constexpr,
 ):
-    """Of a tile's tokens: the scale of their key and that of their value, then the offsets; float16
-    [TILE] each."""
+    """Scales of a tile's keys and of its values, then the offsets: float16 [TILE] each."""
     at = scales_ptr + block.to(tl.int64) * (BLOCK_STRIDE // 2) + inner * (TOKEN_STRIDE // WIDTH)
     is_inside = key <= last_key
     if WINDOW != 0:
