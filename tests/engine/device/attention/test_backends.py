@@ -279,6 +279,24 @@ def test_a_cache_with_scales_is_near_an_exact_one(
     assert least < (rounded - exact).norm() / exact.norm() < most
 
 
+@pytest.mark.parametrize("kind", SCALED)
+@with_fp8
+def test_a_row_without_keys_has_no_scales(where: Where, kind: torch.dtype) -> None:
+    case = make_case(where, [(9, 1), (0, 1), (3, 6), (0, 2)], kv_cache_dtype=kind)
+    for row in (1, 3):
+        case.metadata.seq_lens[row] = 0
+        case.metadata.slot_mapping[row] = 0
+        case.metadata.block_table[row] = 2**30
+    for window in (None, 3):
+        actual, expected = case.run(window=window), case.expected(window=window)
+        real = [0, *range(2, 8)]
+        tolerance = TOLERANCE[where.dtypes[0]]
+        torch.testing.assert_close(
+            actual[real].double(), expected[real], atol=tolerance, rtol=tolerance
+        )
+        assert not actual.isnan().any()
+
+
 WITH_ALL = [name for name in BACKENDS if name not in EXTRAS]
 on_all = pytest.mark.parametrize(
     "where", [*on(CPU, *WITH_ALL), *on(CUDA, "triton", "torch_reference")], indirect=True

@@ -152,8 +152,8 @@ def attend_scaled(
     # Block ids are fetched one tile ahead, for the reason that `attend_run` gives, and scales at
     # the end of a tile for the next: they are too small to be copied as numbers are.
     block, inner = _places(table, begin, keys, last_key, BLOCK_SIZE, IS_WITHIN_BLOCK)
-    scales = _scales(
-        scales_ptr, block, inner, begin + keys, first_seen, last_key,
+    scales = _scales(  # a row without keys has no blocks
+        scales_ptr, block, inner, begin + keys, first_seen, tl.where(run > 0, last_key, -1),
         BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, WIDTH, WINDOW, IS_4BIT, OFFSETS,
     )  # fmt: skip
     for step in tl.range(0, run, num_stages=NUM_STAGES):
