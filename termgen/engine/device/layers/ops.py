@@ -26,6 +26,7 @@ from termgen.engine.device.kernels.kv_cache import (
     heads_of,
     kv_store_reference,
     movable,
+    queries_for,
     to_cache_dtype,
 )
 
@@ -142,8 +143,9 @@ class LayerOps(Protocol):
         cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         """Normalises (the heads that have a weight) and rotates q and k, writes k and v, and
-        returns q, in the memory given for it if any is. Without v, the values are the keys as they
-        were given; without k and v, nothing is written. cache_scales: see `AttentionForm`."""
+        returns q as attention to this cache takes it (`queries_for`), in the memory given for it if
+        any is. Without v, the values are the keys as they were given; without k and v, nothing
+        is written. cache_scales: see `AttentionForm`."""
 
     def store(
         self,
@@ -151,8 +153,10 @@ class LayerOps(Protocol):
         v: torch.Tensor,  # [T, num_kv_heads, head_dim]
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         slot_mapping: torch.Tensor,  # [T] int64
-    ) -> None:
-        """Writes k and v as they are. The heads of a token lie together."""
+        q: torch.Tensor,  # [T, num_heads, head_dim]
+    ) -> torch.Tensor:  # [T, num_heads, head_dim]
+        """Writes k and v, not rotated, and returns q as attention to this cache takes it
+        (`queries_for`). The heads of a token lie together."""
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up, from the two side by side: [T, 2 * size] -> [T, size]."""
@@ -294,10 +298,22 @@ class TorchOps:
             k = qk[:, num_heads:]
             if cache_scales is not None:
                 k, v = k.float() * (1 / cache_scales.key), v.float() * (1 / cache_scales.value)
-            self.store(k, v, kv_cache, slot_mapping)
-        return qk[:, :num_heads] if q is None else q.copy_(qk[:, :num_heads])
+            self._store(k, v, kv_cache, slot_mapping)
+        queries = queries_for(kv_cache, qk[:, :num_heads])
+        return queries if q is None else q.copy_(queries)
 
     def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        q: torch.Tensor,
+    ) -> torch.Tensor:
+        self._store(k, v, kv_cache, slot_mapping)
+        return queries_for(kv_cache, q)
+
+    def _store(
         self,
         k: torch.Tensor,
         v: torch.Tensor,

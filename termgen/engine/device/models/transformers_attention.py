@@ -177,9 +177,10 @@ class PagedLayers:
         layer = self._layers[id(call.module)]
         metadata = self.context.metadata[self._attention.group_of(layer)]
         kv_cache = self.context.kv_caches[layer]
-        self._ops.store(_dense(call.k), _dense(call.v), kv_cache, metadata.slot_mapping)
+        q = call.q.contiguous()  # no copy for most models: a view of [T, num_heads, head_dim]
+        q = self._ops.store(_dense(call.k), _dense(call.v), kv_cache, metadata.slot_mapping, q)
         return self._attention.backend_of(layer).forward(
-            call.q.contiguous(),  # no copy for most models: a view of [T, num_heads, head_dim]
+            q,
             kv_cache,
             metadata,
             AttentionForm(call.scale, call.sliding_window),
