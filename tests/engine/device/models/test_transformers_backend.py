@@ -193,6 +193,21 @@ def test_parity_with_transformers(
             assert engine.snapshot().prefix_hit_tokens > 0
 
 
+@pytest.mark.parametrize(("kind", "least"), [("int8", 0.95), ("int4", 0.85)])
+def test_a_cache_of_integers(
+    make_model: MakeModel, engines: Callable[..., SyncEngine], kind: str, least: float
+) -> None:
+    """Queries go to the cache's basis with the keys, though the model's own code rotates them."""
+    folder, prompts = make_model("gpt2"), random_prompts()
+    expected = reference(folder, prompts)
+    told = [p + e[:i] for p, e in zip(prompts, expected, strict=True) for i in range(len(e))]
+    engine = engines(folder, kv_cache_dtype=kind, num_gpu_blocks_override=400)
+    found = [tokens[0] for tokens in run(engine, told)]
+    agreed = np.mean(np.array(found) == np.concatenate(expected))
+    print(kind, agreed)
+    assert agreed > least
+
+
 def test_both_implementations_of_a_family_give_the_same_tokens(
     make_model: MakeModel, engines: Callable[..., SyncEngine]
 ) -> None:
