@@ -154,9 +154,10 @@ class LayerOps(Protocol):
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         slot_mapping: torch.Tensor,  # [T] int64
         q: torch.Tensor,  # [T, num_heads, head_dim]
+        cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         """Writes k and v, not rotated, and returns q as attention to this cache takes it
-        (`queries_for`). The heads of a token lie together."""
+        (`queries_for`). The heads of a token lie together. cache_scales: see `AttentionForm`."""
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up, from the two side by side: [T, 2 * size] -> [T, size]."""
@@ -295,10 +296,7 @@ class TorchOps:
                 v = _rms_norm(v, norm_weight[num_qk:], eps)
         qk = rotate(qk, rotation)
         if v.shape[1]:
-            k = qk[:, num_heads:]
-            if cache_scales is not None:
-                k, v = k.float() * (1 / cache_scales.key), v.float() * (1 / cache_scales.value)
-            self._store(k, v, kv_cache, slot_mapping)
+            self._store(qk[:, num_heads:], v, kv_cache, slot_mapping, cache_scales)
         queries = queries_for(kv_cache, qk[:, :num_heads])
         return queries if q is None else q.copy_(queries)
 
@@ -309,8 +307,9 @@ class TorchOps:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         q: torch.Tensor,
+        cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:
-        self._store(k, v, kv_cache, slot_mapping)
+        self._store(k, v, kv_cache, slot_mapping, cache_scales)
         return queries_for(kv_cache, q)
 
     def _store(
@@ -319,7 +318,10 @@ class TorchOps:
         v: torch.Tensor,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        cache_scales: LayerScales | None,
     ) -> None:
+        if cache_scales is not None:
+            k, v = k.float() * (1 / cache_scales.key), v.float() * (1 / cache_scales.value)
         cache = movable(kv_cache)
         if cache.is_contiguous() and cache.dtype not in SCALED:
             k, v = (movable(to_cache_dtype(heads, kv_cache.dtype)) for heads in (k, v))

@@ -277,6 +277,8 @@ def _store_kv_kernel(
     slot_mapping_ptr,
     k_token_stride,
     v_token_stride,
+    key_factor,
+    value_factor,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     V_OFFSET: tl.constexpr,
@@ -297,6 +299,8 @@ def _store_kv_kernel(
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
     to = to + heads * HEAD_STRIDE + dims
     dtype: tl.constexpr = cache_ptr.dtype.element_ty
+    if key_factor is not None:
+        k, v = k.to(tl.float32) * key_factor, v.to(tl.float32) * value_factor
     tl.store(to, to_cache(k, dtype), mask=inside)
     tl.store(to + V_OFFSET, to_cache(v, dtype), mask=inside)
 
@@ -307,6 +311,7 @@ def store_kv(
     kv_cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
     slot_mapping: torch.Tensor,  # [T] int64
     q: torch.Tensor,  # [T, num_heads, head_dim]
+    cache_scales: LayerScales | None = None,
 ) -> torch.Tensor:  # [T, num_heads, head_dim]
     """Writes k and v at the tokens' slots, and returns q as attention to this cache takes it: as it
     is, or spread. The heads of a token lie together. `kv_cache.kv_store_reference` and
@@ -317,6 +322,7 @@ def store_kv(
     if not num_tokens:
         return q
     if scales_at(kv_cache):
+        assert cache_scales is None, "which an fp8 cache has"
         return store_and_spread(k, v, kv_cache, slot_mapping, q)
     _store_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, _HEADS))](
         k,
@@ -325,6 +331,7 @@ def store_kv(
         slot_mapping,
         k.stride(0),
         v.stride(0),
+        *factors_of(cache_scales),
         **cache_constants(kv_cache),
         BLOCK_H=_HEADS,
         BLOCK_D=next_power_of_2(head_dim),

@@ -508,12 +508,19 @@ def test_an_fp8_cache_takes_keys_and_values_in_its_units(
     qk_rope_kv_reference(qkv, caches[1], cos, sin, slots, **arguments)
     in_torch = TorchOps().rotate_and_store(qkv, caches[2], Rotation(cos, sin), slots, **arguments)
     assert_near(q, in_torch, dtype)
-    stored, *expected = (cache.float() for cache in caches)
-    for other in expected:
+    stored, *others = (cache.float() for cache in caches)
+    for other in others:
         off = (stored - other).abs() / other.abs().clamp(min=1.0)
         assert (off > 0).sum() <= 8 and off.max() < 0.13, "a number next to two others at most"
     values = qkv.view(5, 8, 64)[:, 6:].float() / scales.value
     kept = stored.flatten(0, 1)[slots][:, 1]
     assert ((kept - values).abs() <= values.abs() / 16 + 1e-3).all()
+    stored_alone, expected = (torch.zeros_like(caches[0]) for _ in range(2))
+    k, v = qkv.view(5, 8, 64)[:, 4:6], qkv.view(5, 8, 64)[:, 6:]
+    q = qkv.view(5, 8, 64)[:, :4]
+    assert store_kv(k, v, stored_alone, slots, q, scales) is q
+    assert TorchOps().store(k, v, expected, slots, q, scales) is q
+    assert torch.equal(stored_alone.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(stored_alone.flatten(0, 1)[slots][:, 1].float(), kept)
     unscaled = qkv.view(5, 8, 64)[:, 4:6].abs().max() / scales.key
     assert unscaled > 448 and stored.flatten(0, 1)[slots][:, 0].abs().max() == 448
