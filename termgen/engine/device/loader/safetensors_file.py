@@ -148,7 +148,7 @@ class WeightFiles:
             file.close()
 
     def tensor_names(self) -> Sequence[str]:
-        """As they are in the files."""
+        """Names in the files."""
         return list(self._where)
 
     def read(self, stored: str) -> torch.Tensor:
