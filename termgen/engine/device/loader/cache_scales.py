@@ -2,7 +2,8 @@
 
 Called by the runner's builder where the cache is fp8; with other types they stay in the files. The
 names are those that vLLM, compressed-tensors and ModelOpt write: below a layer's attention, below
-`attn` in it, or below the projection; an older one has the same scale for keys and values.
+`attn` in it, or below the projection, whose output's scale it is in older files; still older ones
+have the same scale for keys and values.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from termgen.vocabulary.device.kv_cache_types import LayerScales
 _NAME = re.compile(r"(.+?)(\.attn|\.[kv]_proj)?\.(k|v|kv)_scale", re.ASCII)
 _BELOW = {"k": ("", ".attn", ".k_proj"), "v": ("", ".attn", ".v_proj"), "kv": ("", ".attn")}
 """Where a scale of keys, of values and of both may lie below a layer's attention."""
+_OLD_NAME = re.compile(r"(.+)\.([kv])_proj\.output_scale", re.ASCII)
 _ATTENTION = re.compile(r"model\.layers\.(\d+)\.self_attn", re.ASCII)
 
 
@@ -62,6 +64,8 @@ def read_scales_of_modules(
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:
     """(the attention, what the scale is of) as a name may be meant; none if it is no scale's."""
+    if (old := _OLD_NAME.fullmatch(name)) is not None:
+        yield old[1], old[2]
     if (match := _NAME.fullmatch(name)) is None:
         return
     path, below, kind = match[1], match[2] or "", match[3]
