@@ -200,6 +200,17 @@ def kv_store_reference(
     slot_mapping: torch.Tensor,
     scales: LayerScales | None = None,
 ) -> None:
+    write_heads(spread(k) if cache.dtype in SCALED else k, v, cache, slot_mapping, scales)
+
+
+def write_heads(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scales: LayerScales | None = None,
+) -> None:
+    """The same of keys that are spread already where the cache has them so."""
     if scales is not None:
         assert cache.dtype == FP8, "other types have none, or scales of their own"
         k, v = (heads.float() * (1 / scale) for heads, scale in zip((k, v), scales, strict=True))
@@ -207,7 +218,6 @@ def kv_store_reference(
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     for place, heads in enumerate((k, v)):
         if cache.dtype in SCALED:
-            heads = heads if place else spread(heads)
             numbers, own_scales = quantized(heads, cache.dtype)
             scales_of(cache)[:, blocks, offsets, place] = own_scales
         else:

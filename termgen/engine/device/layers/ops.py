@@ -27,7 +27,9 @@ from termgen.engine.device.kernels.kv_cache import (
     kv_store_reference,
     movable,
     queries_for,
+    spread,
     to_cache_dtype,
+    write_heads,
 )
 
 
@@ -295,10 +297,14 @@ class TorchOps:
             if len(norm_weight) > num_qk:
                 v = _rms_norm(v, norm_weight[num_qk:], eps)
         qk = rotate(qk, rotation)
-        if v.shape[1]:
+        if kv_cache.dtype in SCALED:
+            qk = spread(qk)
+            if v.shape[1]:
+                write_heads(qk[:, num_heads:], v, kv_cache, slot_mapping, cache_scales)
+            qk = qk.to(qkv.dtype)
+        elif v.shape[1]:
             self._store(qk[:, num_heads:], v, kv_cache, slot_mapping, cache_scales)
-        queries = queries_for(kv_cache, qk[:, :num_heads])
-        return queries if q is None else q.copy_(queries)
+        return qk[:, :num_heads] if q is None else q.copy_(qk[:, :num_heads])
 
     def store(
         self,
