@@ -74,7 +74,8 @@ def test_a_real_model_with_a_smaller_kv_cache(
         )
         assert 0 <= found.mean() < most
         means[kind] = found.mean()
-    monkeypatch.setattr("termgen.engine.device.kernels.kv_cache.spread", as_it_is)
+    for module in ("kernels.kv_cache", "layers.ops"):
+        monkeypatch.setattr(f"termgen.engine.device.{module}.spread", as_it_is)
     log_probabilities.cache_clear()
     for kind in ("int8", "int4"):
         plain = errors(exact, log_probabilities(model, kind)).mean()
