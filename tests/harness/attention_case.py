@@ -25,7 +25,9 @@ from termgen.engine.device.kernels.kv_cache import (
     fill_with_nan,
     kv_store_reference,
     quantized,
+    queries_for,
     read_slots,
+    spread,
 )
 from termgen.vocabulary.cache_groups import Chunk, Window, first_key
 from termgen.vocabulary.device.kv_cache_types import LayerScales
@@ -80,8 +82,8 @@ class AttentionCase:
         kv_dtype = kv_cache_dtype or dtype
         self.keys, self.values = (
             # Rounded as in the cache, so that the oracle sees what the backend sees.
-            [as_cached(normal(c + n, num_kv_heads, head_dim), kv_dtype) for c, n in rows]
-            for _ in range(2)
+            [as_cached(normal(c + n, num_kv_heads, head_dim), kv_dtype, is_key) for c, n in rows]
+            for is_key in (True, False)
         )
         if cache_scales is not None:
             # An fp8 cache has these numbers exactly, and so it has their multiples.
@@ -137,7 +139,7 @@ class AttentionCase:
     ) -> torch.Tensor:
         self.backend.prepare(self.metadata)
         return self.backend.forward(
-            torch.cat(self.queries),
+            queries_for(self.cache, torch.cat(self.queries)),
             self.cache,
             self.metadata,
             AttentionForm(self.scale, window, self.softcap, self.sinks, self.cache_scales),
@@ -176,6 +178,9 @@ class AttentionCase:
     def reference(self, *, window: Window | None = None) -> torch.Tensor:
         """`expected` from the cache: the page that readers of attention begin with."""
         metadata, cache = self.metadata, self.cache
+        queries = torch.cat(self.queries)
+        if cache.dtype in SCALED:
+            queries = spread(queries.double())
         if cache.dtype in SCALED or self.cache_scales is not None:
             slots = torch.arange(cache.shape[0] * cache.shape[1], device=cache.device)
             cache = read_slots(cache, slots, torch.float64)
@@ -183,7 +188,7 @@ class AttentionCase:
                 cache *= torch.tensor(self.cache_scales, device=cache.device)[:, None, None]
             cache = cache.view(-1, self.cache.shape[1], *cache.shape[1:])
         return paged_attention(
-            torch.cat(self.queries),
+            queries,
             cache,
             metadata.block_table,
             metadata.seq_lens,
@@ -202,11 +207,12 @@ class AttentionCase:
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def as_cached(heads: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_cached(heads: torch.Tensor, dtype: torch.dtype, is_key: bool) -> torch.Tensor:
     """heads [..., head_dim] rounded to a cache's type. What a scaled one holds is not exact in a
-    half type: it is float32."""
+    half type: it is float64. Its keys are taken back from where they are spread."""
     if dtype in SCALED:
-        return dequantized(*quantized(heads, dtype))
+        rounded = dequantized(*quantized(spread(heads) if is_key else heads, dtype)).double()
+        return spread(rounded) if is_key else rounded
     return heads.to(dtype).to(heads.dtype)
 
 

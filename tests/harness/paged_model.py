@@ -201,11 +201,14 @@ class PagedModel:
         block_size: int = 4,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
+        """dtype: of the cache, and of states, unless they have their own."""
         config = model.config
         self.model = model
         self.pool = BlockPool(num_blocks, block_size, seed)
-        self.states = StatePool(model, NUM_SLOTS, seed, dtype) if config.linear else None
+        of_states = state_dtype or dtype
+        self.states = StatePool(model, NUM_SLOTS, seed, of_states) if config.linear else None
         caches = [
             (layer, spec) for layer, spec in enumerate(config.layer_caches) if spec is not None
         ]

@@ -16,7 +16,12 @@ from typing import Any
 
 from termgen.engine.device.config.config_reader import ConfigReader
 from termgen.engine.device.config.model_config import ModelConfig, is_known
-from termgen.engine.device.config.stored_weights import KEYS, are_float8
+from termgen.engine.device.config.stored_weights import (
+    KEYS,
+    KeptNumbers,
+    are_float8,
+    kept_numbers,
+)
 from termgen.engine.gguf.gguf_file import GGUFFile
 from termgen.errors import ModelError
 from termgen.library.user_cache import UserCache, digest
@@ -24,11 +29,13 @@ from termgen.vocabulary.cache_groups import most_keys
 
 FOUR_BIT_TYPES = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 """Types of GGUF blocks that stay what they are in memory."""
+MOST_OF_FOUR = 4
+"""Bits of numbers in groups, up to which they are kept in 4."""
 FLOAT_TYPES = frozenset({"F32", "F16", "BF16", "F64"})
 OF_TRANSFORMERS = "run by the code of transformers, if that can"
 TEMPLATE_KEY = "tokenizer.chat_template"
 MAX_SETTINGS_BYTES = 1 << 24
-FORMAT = 4
+FORMAT = 5
 """Changes with what is kept."""
 _KEPT = UserCache("model-facts", most_entries=1000)
 
@@ -52,6 +59,8 @@ class ModelFacts:
     """Part of them that is in blocks of 4 bits which stay so in memory."""
     is_in_blocks: bool = False
     """True if most of them are in quantised blocks."""
+    blocks_on_gpu_alone: bool = False
+    """True if a CPU rounds these blocks to 8 bits."""
     layers_share: float = 1.0
     """Part of them that is neither in tables of embeddings nor in heads."""
     are_float8: bool = False
@@ -109,12 +118,30 @@ def _read(path: Path, source: Path) -> ModelFacts:
                 return ModelFacts(note=OF_TRANSFORMERS, quantization=kind, is_base=is_base)
             config = parse_config(raw, source)
             in_float8 = config.moe is None and are_float8(ConfigReader(_quantized_part(raw)))
-            return _of_config(config, quantization=kind, are_float8=in_float8, is_base=is_base)
+            blocks = _blocks_of(config, kept_numbers(ConfigReader(_quantized_part(raw))))
+            return _of_config(
+                config, quantization=kind, are_float8=in_float8, is_base=is_base, **blocks
+            )
         return _of_gguf(path)
     except ModelError as error:
         # the line shows the file already
         reason = str(error).removeprefix(f"{path}: ").removeprefix(f"{source}: ")
         return ModelFacts(problem=reason)
+
+
+def _blocks_of(config: ModelConfig, kept: KeptNumbers | None) -> dict[str, Any]:
+    """The facts about blocks of a folder whose layers' matrices are quantised."""
+    if kept is None:
+        return {}
+    total = max(config.num_parameters, 1)
+    share = 1.0 - _in_tables(config) / total
+    if kept.on_gpu_alone:
+        share -= _routed(config) / total
+    return {
+        "four_bit_share": share if kept.num_bits <= MOST_OF_FOUR else 0.0,
+        "is_in_blocks": share > 1 / 2,
+        "blocks_on_gpu_alone": kept.on_gpu_alone,
+    }
 
 
 def _of_gguf(path: Path) -> ModelFacts:

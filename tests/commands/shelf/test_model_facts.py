@@ -147,6 +147,64 @@ def test_folders_of_8_bit_floats(
     assert facts.layers_share == pytest.approx(1 - tables / facts.num_parameters)
 
 
+SMALL_TABLES = {"vocab_size": 100}
+GROUPS_OF_32 = {"num_bits": 4, "type": "int", "group_size": 32}
+
+
+def packed(*groups: dict[str, Any], form: str = "pack-quantized") -> dict[str, Any]:
+    weights = {f"group_{i}": {"weights": group} for i, group in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": weights}
+
+
+@pytest.mark.parametrize(
+    ("stored", "four_bits", "in_blocks", "on_gpu_alone"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, True, True, False),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, False, True, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 48}, False, False, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "32"}, False, False, False),
+        ({"quant_method": "gptq", "bits": True, "group_size": 32}, False, False, False),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, True, True, True),
+        ({"quant_method": "awq", "version": "gemm"}, True, True, False),
+        (packed(GROUPS_OF_32), True, True, False),
+        (packed(GROUPS_OF_32, {**GROUPS_OF_32, "num_bits": 8}), False, True, False),
+        (packed({**GROUPS_OF_32, "actorder": "dynamic"}), True, True, True),
+        (packed({**GROUPS_OF_32, "actorder": "static"}), True, True, False),
+        (packed({**GROUPS_OF_32, "type": "float"}, form="mixed-precision"), False, False, False),
+        (packed(), False, False, False),
+        ({**packed(), "config_groups": [4]}, False, False, False),
+        (packed({"num_bits": 4, "type": "float"}, form="nvfp4-pack-quantized"), True, True, True),
+        (packed({"num_bits": 4}, form="mxfp4-pack-quantized"), False, False, False),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, True, True, True),
+        ({"quant_method": "fp8"}, False, False, False),
+    ],
+)
+def test_folders_of_numbers_in_groups(
+    tmp_path: Path, stored: dict[str, Any], four_bits: bool, in_blocks: bool, on_gpu_alone: bool
+) -> None:
+    config = {**LLAMA, **SMALL_TABLES, "quantization_config": stored}
+    facts = model_facts(put(tmp_path / "m", config))
+    assert not facts.problem
+    assert facts.four_bit_share == pytest.approx(facts.layers_share if four_bits else 0.0)
+    assert facts.is_in_blocks == in_blocks and facts.blocks_on_gpu_alone == on_gpu_alone
+    # Most of a model's numbers have to be in groups.
+    large = model_facts(put(tmp_path / "large", {**config, "vocab_size": 1000}))
+    assert large.layers_share < 0.5 and not large.is_in_blocks
+
+
+def test_experts_in_floats_of_4_bits_are_rounded(tmp_path: Path) -> None:
+    for method, share in (
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.0),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 1.0),
+    ):
+        config = {**MIXTRAL, **SMALL_TABLES, "quantization_config": method}
+        facts = model_facts(put(tmp_path / str(share), config))
+        experts = facts.experts_share
+        assert experts > 0.8 and facts.is_in_blocks == bool(share)
+        expected = facts.layers_share - (1 - share) * experts
+        assert facts.four_bit_share == pytest.approx(expected)
+
+
 def test_other_architectures_are_left_to_transformers(tmp_path: Path) -> None:
     facts = model_facts(put(tmp_path / "m", {"architectures": ["GPT2LMHeadModel"]}))
     assert facts == ModelFacts(note=OF_TRANSFORMERS, quantization="16 bit", is_base=True)

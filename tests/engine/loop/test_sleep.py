@@ -112,9 +112,11 @@ def test_failures_leave_the_engine_as_it_was() -> None:
     assert outputs(deliveries)["a"] == expected([5] * 9, 30)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-async def test_a_real_engine_goes_on_where_it_was(tiny_llama_dir: Path, level: Any) -> None:
-    engine = await AsyncEngine.start(config(tiny_llama_dir))
+@pytest.mark.parametrize(("level", "kind"), [(1, "auto"), (2, "auto"), (1, "int8"), (2, "int4")])
+async def test_a_real_engine_goes_on_where_it_was(
+    tiny_llama_dir: Path, level: Any, kind: str
+) -> None:
+    engine = await AsyncEngine.start(config(tiny_llama_dir, kv_cache_dtype=kind))
     try:
         undisturbed = await ended(await read_all(engine))
         readings = await read_all(engine)

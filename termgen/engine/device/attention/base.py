@@ -179,7 +179,8 @@ class AttentionBackend(Protocol):
         out: torch.Tensor | None = None,  # [T, num_heads, head_dim], contiguous
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         """The step's keys and values are in the cache already: rows of one step may share blocks,
-        so every write comes before any read. The result is in `out`, if that is given."""
+        so every write comes before any read, and q is as `queries_for` makes it. The result is in
+        `out`, if that is given."""
 
 
 def kv_cache_view(

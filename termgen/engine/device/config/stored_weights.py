@@ -39,6 +39,8 @@ _FLOAT8_FORMATS = {
     "modelopt": "fp8",
 }
 """The formats in which matrices are 8-bit floats."""
+GROUP_COLUMNS = 32
+"""Columns, of which those of a group of integers that stay what they are are multiples."""
 FLOAT8_RUN, FLOAT8_COLUMNS = 16, 128
 """Rows and columns, of which those of a block are multiples."""
 
@@ -84,6 +86,63 @@ def are_float8(read: ConfigReader) -> bool:
     key = next(key for key in KEYS if read.get(key) is not None)
     form = _format(ConfigReader(read.get(key), prefix=key), stored.method).lower()
     return form == _FLOAT8_FORMATS.get(stored.method)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptNumbers:
+    """Numbers of layers' matrices that stay what they are in memory."""
+
+    num_bits: int
+    on_gpu_alone: bool = False
+    """True if a CPU rounds them, and experts are rounded anywhere."""
+
+
+def kept_numbers(read: ConfigReader) -> KeptNumbers | None:
+    """What config.json says of integers in groups and of floats of 4 bits; None where there are
+    none that stay. The tensors decide: this is for an estimate without them."""
+    stored = read_stored_weights(read)
+    if stored is None or stored.method == MXFP4:
+        return None
+    key = next(key for key in KEYS if read.get(key) is not None)
+    own = ConfigReader(read.get(key), prefix=key)
+    form = _format(own, stored.method).lower()
+    if form.startswith("nvfp4"):
+        return KeptNumbers(4, on_gpu_alone=True)
+    if stored.method in ("awq", "gptq"):
+        sizes = own.present()
+        bits_of = sizes.get("bits", sizes.get("w_bit", 4))
+        groups: list[Mapping[str, object]] = [
+            {"num_bits": bits_of, "group_size": sizes.get("group_size", sizes.get("q_group_size"))}
+        ]
+        is_sorted = stored.method == "gptq" and own.get("desc_act") is True
+    elif form in ("pack-quantized", "mixed-precision"):
+        groups = [_weights_of(group) for group in _values(own.get("config_groups"))]
+        is_sorted = any(group.get("actorder") in ("dynamic", "group") for group in groups)
+    else:
+        return None
+    bits = [group.get("num_bits") for group in groups]
+    known = [n for n in bits if type(n) is int and 0 < n <= 8]
+    if not known or len(known) < len(bits) or not all(map(_is_even, groups)):
+        return None
+    return KeptNumbers(max(known), on_gpu_alone=is_sorted)
+
+
+def _values(groups: object) -> list[object]:
+    return list(groups.values()) if isinstance(groups, Mapping) else []
+
+
+def _weights_of(group: object) -> Mapping[str, object]:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    return weights if isinstance(weights, Mapping) else {}
+
+
+def _is_even(group: Mapping[str, object]) -> bool:
+    """True for integers in groups of whole blocks of columns, or with a scale for each row."""
+    size = group.get("group_size")
+    if group.get("type", "int") != "int":
+        return False
+    is_whole = type(size) is int and size > 0 and size % GROUP_COLUMNS == 0
+    return is_whole or size is None or size == -1
 
 
 def check_stored_weights(read: ConfigReader, architecture: str) -> None:

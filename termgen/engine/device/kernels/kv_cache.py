@@ -15,7 +15,10 @@ view must be one that `kv_cache_view` made, never a copy.
 int4 has an offset beside the scale, in a second plane behind the first, and two numbers a byte, d
 and d + head_dim / 2, so that each half of a head is multiplied by half of a query.
 
-Kernels do the same in `rows.store_heads`. Imports no triton.
+The keys of both are spread over their heads before they are rounded, and so are queries, which
+changes no product of the two (`spread`); whatever is read from such a cache is as it was stored.
+
+Kernels do the same in `rows.store_heads` and `rows.spread_heads`. Imports no triton.
 """
 
 from __future__ import annotations
@@ -91,6 +94,29 @@ def quantized(heads: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     # A head of zeros, or of next to nothing, has a scale of zero.
     steps = steps.nan_to_num(0.0, 127.0, -127.0).round_().clamp_(-127, 127)
     return (steps * (scale != 0)[..., None]).to(INT8), scale[None]
+
+
+def spread_width(head_dim: int) -> int:
+    """Numbers of a head that are spread over each other: the largest power of two that divides
+    it."""
+    return head_dim & -head_dim
+
+
+def spread(heads: torch.Tensor) -> torch.Tensor:
+    """heads [..., head_dim] -> float32, or float64 as they are: each part of `spread_width` numbers
+    in the orthonormal basis of Hadamard, which is its own inverse. Sums are in one order for every
+    shape, as in the kernel."""
+    span = spread_width(heads.shape[-1])
+    x = (heads if heads.dtype == torch.float64 else heads.float()).reshape(-1, span)
+    for _ in range(span.bit_length() - 1):
+        first, second = x.view(-1, 2, span // 2).unbind(1)
+        x = torch.stack((first + second, first - second), -1).view(-1, span)
+    return (x * math.sqrt(1 / span)).view(heads.shape)
+
+
+def queries_for(cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """q [T, num_heads, head_dim] as attention to this cache takes it, in its type."""
+    return spread(q).to(q.dtype) if cache.dtype in SCALED else q
 
 
 def _in_four_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,6 +200,17 @@ def kv_store_reference(
     slot_mapping: torch.Tensor,
     scales: LayerScales | None = None,
 ) -> None:
+    write_heads(spread(k) if cache.dtype in SCALED else k, v, cache, slot_mapping, scales)
+
+
+def write_heads(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scales: LayerScales | None = None,
+) -> None:
+    """The same of keys that are spread already where the cache has them so."""
     if scales is not None:
         assert cache.dtype == FP8, "other types have none, or scales of their own"
         k, v = (heads.float() * (1 / scale) for heads, scale in zip((k, v), scales, strict=True))

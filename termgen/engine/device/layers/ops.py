@@ -26,7 +26,10 @@ from termgen.engine.device.kernels.kv_cache import (
     heads_of,
     kv_store_reference,
     movable,
+    queries_for,
+    spread,
     to_cache_dtype,
+    write_heads,
 )
 
 
@@ -142,8 +145,9 @@ class LayerOps(Protocol):
         cache_scales: LayerScales | None = None,
     ) -> torch.Tensor:  # [T, num_heads, head_dim]
         """Normalises (the heads that have a weight) and rotates q and k, writes k and v, and
-        returns q, in the memory given for it if any is. Without v, the values are the keys as they
-        were given; without k and v, nothing is written. cache_scales: see `AttentionForm`."""
+        returns q as attention to this cache takes it (`queries_for`), in the memory given for it if
+        any is. Without v, the values are the keys as they were given; without k and v, nothing
+        is written. cache_scales: see `AttentionForm`."""
 
     def store(
         self,
@@ -151,8 +155,11 @@ class LayerOps(Protocol):
         v: torch.Tensor,  # [T, num_kv_heads, head_dim]
         kv_cache: torch.Tensor,  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
         slot_mapping: torch.Tensor,  # [T] int64
-    ) -> None:
-        """Writes k and v as they are. The heads of a token lie together."""
+        q: torch.Tensor,  # [T, num_heads, head_dim]
+        cache_scales: LayerScales | None = None,
+    ) -> torch.Tensor:  # [T, num_heads, head_dim]
+        """Writes k and v, not rotated, and returns q as attention to this cache takes it
+        (`queries_for`). The heads of a token lie together. cache_scales: see `AttentionForm`."""
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up, from the two side by side: [T, 2 * size] -> [T, size]."""
@@ -290,11 +297,13 @@ class TorchOps:
             if len(norm_weight) > num_qk:
                 v = _rms_norm(v, norm_weight[num_qk:], eps)
         qk = rotate(qk, rotation)
-        if v.shape[1]:
-            k = qk[:, num_heads:]
-            if cache_scales is not None:
-                k, v = k.float() * (1 / cache_scales.key), v.float() * (1 / cache_scales.value)
-            self.store(k, v, kv_cache, slot_mapping)
+        if kv_cache.dtype in SCALED:
+            qk = spread(qk)
+            if v.shape[1]:
+                write_heads(qk[:, num_heads:], v, kv_cache, slot_mapping, cache_scales)
+            qk = qk.to(qkv.dtype)
+        elif v.shape[1]:
+            self._store(qk[:, num_heads:], v, kv_cache, slot_mapping, cache_scales)
         return qk[:, :num_heads] if q is None else q.copy_(qk[:, :num_heads])
 
     def store(
@@ -303,7 +312,22 @@ class TorchOps:
         v: torch.Tensor,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        q: torch.Tensor,
+        cache_scales: LayerScales | None = None,
+    ) -> torch.Tensor:
+        self._store(k, v, kv_cache, slot_mapping, cache_scales)
+        return queries_for(kv_cache, q)
+
+    def _store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        cache_scales: LayerScales | None,
     ) -> None:
+        if cache_scales is not None:
+            k, v = k.float() * (1 / cache_scales.key), v.float() * (1 / cache_scales.value)
         cache = movable(kv_cache)
         if cache.is_contiguous() and cache.dtype not in SCALED:
             k, v = (movable(to_cache_dtype(heads, kv_cache.dtype)) for heads in (k, v))

@@ -147,6 +147,13 @@ class WeightFiles:
         for file in self._files:
             file.close()
 
+    def tensor_names(self) -> Sequence[str]:
+        """Names in the files."""
+        return list(self._where)
+
+    def read(self, stored: str) -> torch.Tensor:
+        return self._where[stored].tensor(stored)
+
     def _open_single(self, path: Path) -> dict[str, SafetensorsFile]:
         file = SafetensorsFile(path, **self._options)
         self._files.append(file)
@@ -218,12 +225,12 @@ class FolderCheckpoint(WeightFiles):
         if self._stored[name] in self._packed:
             return KIND
         made = self._quantized.get(self._stored[name])
-        return None if made is None else made.kind(self._read)
+        return None if made is None else made.kind(self.read)
 
     def stored(self, name: str) -> Iterator[StoredRows]:
         stored = self._stored[name]
         if stored not in self._packed:
-            yield from self._quantized[stored].stored(self._read)
+            yield from self._quantized[stored].stored(self.read)
             return
         for blocks, scales in self._experts(stored):
             yield StoredRows(KIND, with_scales(blocks, scales))
@@ -237,13 +244,13 @@ class FolderCheckpoint(WeightFiles):
     def cache_scales(self) -> dict[int, LayerScales]:
         """The scales for an fp8 KV cache by layer; empty: there are none."""
         named = {ours: name for name in self._unused if (ours := self._own(name)) is not None}
-        return read_cache_scales(named, lambda ours: self._read(named[ours]))
+        return read_cache_scales(named, lambda ours: self.read(named[ours]))
 
     def _find_quantized(self, folder: Path, stored: StoredWeights) -> list[str]:
         """Names of all tensors, quantised matrices among them, in the order of the files."""
         tensors = {name: file.tensors[name] for name, file in self._where.items()}
         try:
-            found = QuantizedTensors(tensors, stored, self._read)
+            found = QuantizedTensors(tensors, stored, self.read)
         except CorruptFileError as error:
             raise CorruptFileError(f"{folder}: {error}") from error
         self._quantized, self._unused = found.found, found.unused
@@ -264,9 +271,6 @@ class FolderCheckpoint(WeightFiles):
         """The tensors in the files that make up one."""
         made = self._quantized.get(name)
         return [name] if made is None else list(made.members.values())
-
-    def _read(self, stored: str) -> torch.Tensor:
-        return self._where[stored].tensor(stored)
 
     def _own(self, stored: str) -> str | None:
         """The model's name of a tensor in the files; None if it is another model's."""
@@ -291,7 +295,7 @@ class FolderCheckpoint(WeightFiles):
         """The tensor whole, some rows at a time where it is quantised, or expert by expert."""
         stored = self._stored[name]
         if stored in self._quantized:
-            yield from self._quantized[stored].parts(self._read)
+            yield from self._quantized[stored].parts(self.read)
             return
         if stored not in self._packed:
             yield self.tensor(name)

@@ -6,6 +6,7 @@ cannot know. The files are checked first, as for termgen's own models. Called by
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.layers.ops import LayerOps
+from termgen.engine.device.loader.cache_scales import read_scales_of_modules
 from termgen.engine.device.loader.safetensors_file import WeightFiles
 from termgen.engine.device.loader.weights import check_finite
 from termgen.engine.device.models.transformers_attention import IMPLEMENTATION, register
@@ -26,6 +28,7 @@ from termgen.engine.device.models.transformers_config import (
     refusals_of,
 )
 from termgen.errors import CorruptFileError
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 _PROBLEMS = {"missing_keys": "lacks tensor", "mismatched_keys": "has another shape for tensor"}
 
@@ -56,6 +59,15 @@ def build_transformers_model(
     return TransformersDecoder(
         hf_model, config, dtype=dtype, device=device, attention=attention, ops=ops
     )
+
+
+def cache_scales_of(model: TransformersDecoder, folder: Path) -> dict[int, LayerScales]:
+    """The scales for an fp8 KV cache in a model's files, by layer; the model is finalized. Raises
+    CorruptFileError."""
+    own = {slot.name for slot in model.weight_slots()}
+    with closing(WeightFiles(folder, any_type=True)) as files:
+        names = [name for name in files.tensor_names() if name not in own]
+        return read_scales_of_modules(names, files.read, model.layer_names())
 
 
 def _load_hf_model(hf_config: Any, folder: Path, dtype: torch.dtype) -> Any:

@@ -22,6 +22,7 @@ from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.attention.reference import attend
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.errors import UnsupportedModelError
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 IMPLEMENTATION = "termgen_paged"
 """The name transformers knows the function by. For a name of its own it builds no masks."""
@@ -166,23 +167,28 @@ class PagedLayers:
     def __init__(
         self, layers: Mapping[int, int], attention: GroupedAttention, ops: LayerOps
     ) -> None:
-        self._layers = layers
+        self.layers = layers
         self._attention = attention
         self._ops = ops
+        self.cache_scales: Mapping[int, LayerScales] = {}
+        """For an fp8 cache, by layer."""
         self.context: ForwardContext | None = None
         """The context of the forward pass under way."""
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         assert self.context is not None, "attention outside a forward pass"
-        layer = self._layers[id(call.module)]
+        layer = self.layers[id(call.module)]
         metadata = self.context.metadata[self._attention.group_of(layer)]
         kv_cache = self.context.kv_caches[layer]
-        self._ops.store(_dense(call.k), _dense(call.v), kv_cache, metadata.slot_mapping)
+        q = call.q.contiguous()  # no copy for most models: a view of [T, num_heads, head_dim]
+        scales = self.cache_scales.get(layer)
+        k, v = _dense(call.k), _dense(call.v)
+        q = self._ops.store(k, v, kv_cache, metadata.slot_mapping, q, scales)
         return self._attention.backend_of(layer).forward(
-            call.q.contiguous(),  # no copy for most models: a view of [T, num_heads, head_dim]
+            q,
             kv_cache,
             metadata,
-            AttentionForm(call.scale, call.sliding_window),
+            AttentionForm(call.scale, call.sliding_window, cache_scales=scales),
         )
 
 

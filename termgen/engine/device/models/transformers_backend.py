@@ -9,7 +9,7 @@ model runs a step's tokens as one row, each with its position; its attention cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from termgen.engine.device.models.transformers_config import (
     split,
 )
 from termgen.errors import UnsupportedModelError
+from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 _TEXT_TOKENS = 24
 _MOST_DIFFERENCE = {torch.float32: 1e-3}
@@ -115,6 +116,18 @@ class TransformersDecoder(nn.Module):
             self._check_one_text()
         self._paged = PagedLayers(stage.layers, self.attention, self._ops)
         install(self.base, self._paged)
+
+    def layer_names(self) -> dict[str, int]:
+        """The modules that attend, and their layers; once they are numbered."""
+        assert self._paged is not None, "finalize() comes first"
+        layers = self._paged.layers
+        modules = self.base.named_modules()
+        return {name: layers[id(module)] for name, module in modules if id(module) in layers}
+
+    def use_cache_scales(self, scales: Mapping[int, LayerScales]) -> None:
+        """scales: by layer, for an fp8 cache."""
+        assert self._paged is not None, "finalize() comes first"
+        self._paged.cache_scales = scales
 
     def _check_tokens_stay_apart(self) -> None:
         """Check that a token's states depend on its id and position alone, not on its place in the

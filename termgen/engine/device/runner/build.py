@@ -29,7 +29,10 @@ from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
 from termgen.engine.device.loader import load_model_config, open_checkpoint
 from termgen.engine.device.loader.safetensors_file import FolderCheckpoint
-from termgen.engine.device.loader.transformers_weights import build_transformers_model
+from termgen.engine.device.loader.transformers_weights import (
+    build_transformers_model,
+    cache_scales_of,
+)
 from termgen.engine.device.loader.weights import load_dummy, load_weights
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.heads.eagle3 import Eagle3Head
@@ -410,6 +413,8 @@ def _load_transformers_model(
     if is_dummy:
         load_dummy(model, config.seed)
     model.finalize()
+    if shape.kv_cache_dtype == FP8 and not is_dummy:
+        model.use_cache_scales(cache_scales_of(model, path))
     return model
 
 

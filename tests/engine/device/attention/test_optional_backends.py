@@ -17,6 +17,7 @@ from attention_case import AttentionCase
 from termgen.config import EngineConfig
 from termgen.engine.device.attention.base import AttentionForm, AttentionShape, kv_cache_view
 from termgen.engine.device.attention.registry import EXTRAS, backend_class, make_backends, why_not
+from termgen.engine.device.kernels.kv_cache import SCALED
 from termgen.engine.device.runner.build import choose_graphs
 from termgen.engine.device.runner.resolve import Limits
 from termgen.errors import ConfigError
@@ -72,6 +73,30 @@ def test_what_cannot_run_is_refused_before_the_package_is_looked_for(
     assert why_not(name, cuda_shape(device=torch.device("cpu"))) == "it runs on cuda, not cpu"
     assert "not float32" in why_not(name, cuda_shape(dtype=torch.float32))
     assert "heads of size 260" in why_not(name, cuda_shape(head_dim=260))
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_cache_of_integers_is_refused_by_its_name(
+    name: str, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the package is installed: it would read the numbers without their scales."""
+    stand_ins.install(monkeypatch, name)
+    with_capability(monkeypatch, 9, 0)
+    shape = cuda_shape(kv_cache_dtype=kind)
+    with pytest.raises(ConfigError) as error:
+        make_backends(name, [shape])
+    assert str(error.value) == (
+        f"attention_backend {name}: a KV cache of {SCALED[kind]} is not supported; "
+        "torch_reference runs everywhere"
+    )
+    assert error.value.param == "attention_backend"
+    monkeypatch.setattr("termgen.engine.device.attention.registry.why_unusable", no_reason)
+    assert why_not("triton", shape) == "", "the default reads it"
+
+
+def no_reason(device: torch.device, *, dtype: torch.dtype | None = None) -> str:
+    return ""
 
 
 def test_flash_attn_says_which_block_size_it_needs() -> None:

@@ -239,6 +239,7 @@ NAMES = [
     ("k_scale", "v_scale"),
     ("attn.k_scale", "attn.v_scale"),
     ("k_proj.k_scale", "v_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
     ("kv_scale",),
 ]
 

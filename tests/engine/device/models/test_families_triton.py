@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 import triton_device
-from paged_model import PagedModel, Row, build, delta_shape
+from paged_model import PagedModel, Row, build, delta_shape, load
 from reference_model import load_reference
 
 from termgen.engine.device.attention.base import AttentionShape
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.cache_spec import CacheSpec, LayerGroup
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 from termgen.engine.device.layers.ops import LayerOps
 from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.weights import load_weights
@@ -43,6 +44,8 @@ MAX_RELATIVE_ERROR = 2e-5
 MOST_BESIDE_TRANSFORMERS = 1.5
 """The median error in a half type, divided by transformers' own, and the error that nine tenths of
 the tokens keep, divided by transformers' largest. The rest may be near-ties between experts."""
+NEAR = {"int8": (1e-3, 0.05), "int4": (1e-2, 0.5)}
+"""With a cache of integers: the median error beside the reference, and what nine tenths keep."""
 KEPT_IN_FLOAT32 = ("A_log", "dt_bias", "scale")
 """Endings of weights that the engine does not round."""
 
@@ -139,7 +142,9 @@ def _cases() -> list[Any]:
     return cases
 
 
-def _attention(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> GroupedAttention:
+def _attention(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, kv_cache_dtype: torch.dtype
+) -> GroupedAttention:
     kinds: dict[CacheSpec, list[int]] = {}
     for layer, spec in enumerate(config.layer_caches):
         if spec is not None:
@@ -155,7 +160,7 @@ def _attention(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
                 max_num_seqs=4,
                 max_num_tokens=128,
                 dtype=dtype,
-                kv_cache_dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
                 device=device,
                 needs=attention_needs(config),
             )
@@ -185,6 +190,38 @@ def _errors(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
 
 
+def _paged(
+    folder: Path, dtype: torch.dtype, device: torch.device, kv_cache_dtype: torch.dtype
+) -> PagedModel:
+    """The model by the kernels that serve it."""
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint.config
+    ops: LayerOps = TritonOps()
+    attention = _attention(config, dtype, device, kv_cache_dtype)
+    shape, recurrent = delta_shape(config), None
+    if shape is not None:
+        recurrent = TritonGatedDelta(shape, max_rows=4, max_tokens=128, device=device)
+    model = build(
+        config, dtype=dtype, attention=attention, device=device, ops=ops, recurrent=recurrent
+    )
+    load_weights(model, checkpoint)
+    checkpoint.close()
+    model.finalize()
+    return PagedModel(
+        model,
+        num_blocks=16,
+        block_size=BLOCK_SIZE,
+        dtype=kv_cache_dtype,
+        state_dtype=dtype,
+    )
+
+
+def _steps(long: list[int], short: list[int]) -> list[list[Row]]:
+    steps = [[Row(0, 0, long[:26])], [Row(0, 26, long[26:40]), Row(1, 0, short[:10])]]
+    decodes = ([Row(0, 40 + i, [long[40 + i]]), Row(1, 10 + i, [short[10 + i]])] for i in range(3))
+    return [*steps, *decodes]
+
+
 @pytest.mark.parametrize(("family", "device", "dtype"), _cases())
 def test_relative_error_of_logits(
     family: str, device: str, dtype: torch.dtype, tiny_model_dir: TinyModelDir
@@ -194,24 +231,8 @@ def test_relative_error_of_logits(
     rng = random.Random(family)
     print("seed", family)
     long, short = ([rng.randrange(512) for _ in range(n)] for n in (43, 13))
-    checkpoint = open_checkpoint(folder)
-    config = checkpoint.config
-    where = torch.device(device)
-    ops: LayerOps = TritonOps()
-    attention = _attention(config, dtype, where)
-    shape, recurrent = delta_shape(config), None
-    if shape is not None:
-        recurrent = TritonGatedDelta(shape, max_rows=4, max_tokens=128, device=where)
-    model = build(
-        config, dtype=dtype, attention=attention, device=where, ops=ops, recurrent=recurrent
-    )
-    load_weights(model, checkpoint)
-    checkpoint.close()
-    model.finalize()
-
-    paged = PagedModel(model, num_blocks=16, block_size=BLOCK_SIZE, dtype=dtype)
-    steps = [[Row(0, 0, long[:26])], [Row(0, 26, long[26:40]), Row(1, 0, short[:10])]]
-    steps += [[Row(0, 40 + i, [long[40 + i]]), Row(1, 10 + i, [short[10 + i]])] for i in range(3)]
+    paged = _paged(folder, dtype, torch.device(device), dtype)
+    steps = _steps(long, short)
     expected, of_transformers = _reference(folder, dtype, [long, short])
     found = []
     for rows in steps:
@@ -227,3 +248,40 @@ def test_relative_error_of_logits(
         most = MOST_BESIDE_TRANSFORMERS
         assert errors.median() < most * of_transformers.median()
         assert errors.quantile(0.9) < most * of_transformers.max()
+
+
+@pytest.mark.parametrize("device", triton_device.DEVICES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama4", "int8"), ("gemma3n", "int8"), ("gemma4", "int4"), ("qwen3_5", "int4")],
+)
+def test_a_cache_of_integers_gives_the_logits_of_the_reference(
+    family: str, kind: str, device: str, tiny_model_dir: TinyModelDir
+) -> None:
+    """Layers that share a cache, rotate a part of a head, normalise values or scale queries: each
+    has queries that fit its keys. A sum in another order may end on another integer."""
+    model_type, overrides = FAMILIES[family]
+    folder = tiny_model_dir(model_type, **{**SIZES, **overrides})
+    rng = random.Random(family)
+    print("seed", family)
+    long, short = ([rng.randrange(512) for _ in range(n)] for n in (43, 13))
+    dtype = kv_cache_dtype(kind, _F32)
+    by_kernels = _paged(folder, _F32, torch.device(device), dtype)
+    models = [
+        by_kernels,
+        *(
+            PagedModel(
+                load(folder), num_blocks=16, block_size=BLOCK_SIZE, dtype=kept, state_dtype=_F32
+            )
+            for kept in (dtype, _F32)
+        ),
+    ]
+    found, rounded, exact = (
+        torch.cat([logits.cpu() for rows in _steps(long, short) for logits in paged.step(rows)])
+        for paged in models
+    )
+    apart, off = _errors(found, rounded), _errors(rounded, exact)
+    print(f"{family} {kind}: apart {apart.max():.1e}, off {off.median():.1e}, {off.max():.1e}")
+    same, most = NEAR[kind]
+    assert apart.median() < same and apart.quantile(0.9) < most
+    assert 0 < off.median() < off.quantile(0.9) < most  # the rest may be near-ties between experts

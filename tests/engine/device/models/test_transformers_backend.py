@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -191,6 +193,79 @@ def test_parity_with_transformers(
         if name == "plain":
             assert run(engine, prompts) == expected, "again, from the prefix cache"
             assert engine.snapshot().prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize(("kind", "least"), [("int8", 0.95), ("int4", 0.85)])
+def test_a_cache_of_integers(
+    make_model: MakeModel, engines: Callable[..., SyncEngine], kind: str, least: float
+) -> None:
+    """Queries go to the cache's basis with the keys, though the model's own code rotates them."""
+    folder, prompts = make_model("gpt2"), random_prompts()
+    expected = reference(folder, prompts)
+    told = [p + e[:i] for p, e in zip(prompts, expected, strict=True) for i in range(len(e))]
+    engine = engines(folder, kv_cache_dtype=kind, num_gpu_blocks_override=400)
+    found = [tokens[0] for tokens in run(engine, told)]
+    agreed = np.mean(np.array(found) == np.concatenate(expected))
+    print(kind, agreed)
+    assert agreed > least
+
+
+SCALE_NAMES = {
+    "phi3": ("model.layers.{}.self_attn.k_scale", "model.layers.{}.self_attn.attn.v_scale"),
+    "gpt2": ("transformer.h.{}.attn.k_scale", "h.{}.attn.v_scale"),
+    "opt": ("model.decoder.layers.{}.self_attn.k_proj.k_scale",) * 2,
+}
+
+
+def with_scales(folder: Path, to: Path, scales: dict[str, float]) -> Path:
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    weights = load_file(to / "model.safetensors")
+    weights |= {name: torch.tensor(scale) for name, scale in scales.items()}
+    save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("model_type", SCALE_NAMES)
+def test_scales_of_an_fp8_cache_count(
+    make_model: MakeModel, engines: Callable[..., SyncEngine], model_type: str, tmp_path: Path
+) -> None:
+    """Powers of two change no bit of an fp8 number, but of those next to zero."""
+    folder, prompts = make_model(model_type), random_prompts()
+
+    def answers(key: float, value: float, kind: str) -> list[list[int]]:
+        names = zip(SCALE_NAMES[model_type], (key, value), strict=True)
+        named = {name.format(i): scale for name, scale in names for i in range(2)}
+        made = with_scales(folder, tmp_path, named)
+        return run(engines(made, kv_cache_dtype=kind), prompts)
+
+    plain = run(engines(folder, kv_cache_dtype="fp8"), prompts)
+    assert answers(0.5, 0.5 if model_type == "opt" else 2.0, "fp8") == plain
+    # Everything becomes zero, or next to it.
+    assert answers(1e6, 1e6, "fp8") != plain
+    assert answers(1e6, 1e6, "auto") == run(engines(folder), prompts), "left in the files"
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "fault"),
+    [
+        ("model.layers.2.self_attn.k_scale", 2.0, "is a scale for an fp8 KV cache of no layer"),
+        ("model.layers.0.mlp.kv_scale", 2.0, "is a scale for an fp8 KV cache of no layer"),
+        ("model.layers.1.self_attn.v_scale", -2.0, "is -2, and a scale must be above 0"),
+    ],
+)
+def test_a_scale_that_cannot_count_is_refused(
+    make_model: MakeModel,
+    engines: Callable[..., SyncEngine],
+    tmp_path: Path,
+    name: str,
+    scale: float,
+    fault: str,
+) -> None:
+    folder = with_scales(make_model("phi3"), tmp_path, {name: scale})
+    with pytest.raises(CorruptFileError, match=f"tensor {name} {fault}") as error:
+        engines(folder, kv_cache_dtype="fp8")
+    assert "\n" not in str(error.value)
+    assert engines(folder, kv_cache_dtype="int8")
 
 
 def test_both_implementations_of_a_family_give_the_same_tokens(

@@ -33,9 +33,17 @@ def generate(engine: SyncEngine, name: str) -> tuple[list[int], set[str]]:
     return tokens, {record.graph_mode for record in records if record.num_decode_rows}
 
 
-@pytest.mark.parametrize("mode", ["full_decode_only", "full_and_piecewise"])
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        ("full_decode_only", "auto"),
+        ("full_and_piecewise", "auto"),
+        ("full_decode_only", "int8"),
+        ("full_and_piecewise", "int4"),
+    ],
+)
 def test_memory_is_free_and_steps_are_recorded_again(
-    tiny_model_dir: Callable[..., Path], mode: str
+    tiny_model_dir: Callable[..., Path], mode: str, kind: str
 ) -> None:
     """`debug` compares every address that a recording reads at every replay."""
     import torch
@@ -46,6 +54,7 @@ def test_memory_is_free_and_steps_are_recorded_again(
             model=str(folder),
             device="cuda",
             kv_cache_gib=0.5,
+            kv_cache_dtype=kind,
             max_num_seqs=4,
             max_num_batched_tokens=256,
             cudagraph_mode=mode,

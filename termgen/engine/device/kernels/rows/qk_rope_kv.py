@@ -20,33 +20,25 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from termgen.engine.device.kernels.kv_cache import (
-    INT4,
     cache_constants,
     heads_of,
     kv_store_reference,
+    queries_for,
     scales_at,
 )
 from termgen.engine.device.kernels.launch import next_power_of_2, pdl_options
+from termgen.engine.device.kernels.rows.spread_heads import rotate_and_spread, store_and_spread
 from termgen.engine.device.kernels.rows.store_heads import (
     in_cache_units,
-    scale_pointer,
-    store_head,
+    normed_head,
     store_parts,
+    to_cache,
 )
 from termgen.vocabulary.device.kv_cache_types import LayerScales
 
 _HEADS = 4
 _MANY_TOKENS, _HEADS_OF_MANY = 1024, 16
 """Heads of one program: enough programs for one token, enough bytes a program for many."""
-
-
-@triton.jit
-def _normed(x, scale, weight, ROUND_TWICE: tl.constexpr):
-    """x * scale * weight (float32) in x's type, rounded before the weight too or not."""
-    normed = x.to(tl.float32) * scale
-    if ROUND_TWICE:
-        normed = normed.to(x.dtype).to(tl.float32)
-    return (normed * weight).to(x.dtype)
 
 
 @triton.jit
@@ -78,7 +70,6 @@ def _qk_rope_kv_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    SCALES: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -133,10 +124,10 @@ def _qk_rope_kv_kernel(
             z = rest.to(tl.float32)
             squares += tl.sum(z * z, axis=1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first = _normed(first, scale, first_weight, ROUND_TWICE)
-        second = _normed(second, scale, second_weight, ROUND_TWICE)
+        first = normed_head(first, scale, first_weight, ROUND_TWICE)
+        second = normed_head(second, scale, second_weight, ROUND_TWICE)
         if HAS_REST:
-            rest = _normed(rest, scale, rest_weight, ROUND_TWICE)
+            rest = normed_head(rest, scale, rest_weight, ROUND_TWICE)
             if not NORMS_VALUES:
                 rest = tl.where(is_value, raw_rest, rest)
         if NORMS_VALUES:
@@ -152,11 +143,6 @@ def _qk_rope_kv_kernel(
     kv_head = heads - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
     to = to + kv_head * HEAD_STRIDE + tl.where(is_value, V_OFFSET, 0)
-    kv_offset = tl.where(is_value, V_OFFSET, 0)
-    at_scale = scale_pointer(
-        cache_ptr, slot, kv_head, kv_offset, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, BLOCK_SIZE,
-        HEAD_DIM, SCALES,
-    )  # fmt: skip
     if HAS_REST:
         q_rest = q_ptr + token * q_stride + heads * HEAD_DIM + rests
         tl.store(q_rest, rest, mask=rest_mask & is_query)
@@ -167,8 +153,8 @@ def _qk_rope_kv_kernel(
     rest = in_cache_units(rest, is_value, key_factor, value_factor)
     is_stored = is_head & ~is_query
     store_parts(
-        to, at_scale, first, second, rest, halves, rests, is_stored, half_mask & is_stored,
-        rest_mask & is_stored, HALF, HAS_REST, SCALES,
+        to, first, second, rest, halves, rests, half_mask & is_stored, rest_mask & is_stored,
+        HALF, HAS_REST,
     )  # fmt: skip
 
 
@@ -191,8 +177,8 @@ def qk_rope_kv(
     cache_scales: LayerScales | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:  # [T, num_heads, head_dim]
-    """Writes k and v at their slots, if there are any, and returns q; a part of `qkv` may be given
-    for q.
+    """Writes k and v at their slots, if there are any, and returns q, spread for a cache with
+    scales (`kv_cache.spread`); a part of `qkv` may be given for q.
 
     With `pdl` the kernel reads cos, sin and slots before the kernel ahead of it has ended: between
     what writes them and this must lie a launch without early start, as a step's embedding is.
@@ -215,20 +201,11 @@ def qk_rope_kv(
     assert q.stride()[1:] == (head_dim, 1), q.stride()
     if not num_tokens:
         return q
-    rest = head_dim - rotary_dim
-    if rest and num_kv_heads and cache.dtype == INT4:
-        # A byte has a number of each half of a head, which are not those that rotate.
-        scratch = qkv.new_empty(num_tokens, 1, 2, num_kv_heads, head_dim)
-        every = torch.arange(num_tokens, device=qkv.device)
-        qk_rope_kv(
-            *(qkv, scratch, cos, sin, every),
-            num_heads=num_heads,
-            norm_weight=norm_weight,
-            eps=eps,
-            q=q,
-            pdl=False,
+    if scales_at(cache):
+        assert cache_scales is None, "which an fp8 cache has"
+        rotate_and_spread(
+            qkv, cache, cos, sin, slot_mapping, q, norm_weight=norm_weight, eps=eps, pdl=pdl
         )
-        store_kv(scratch[:, 0, 0], scratch[:, 0, 1], cache, slot_mapping)
         return q
     is_many = num_tokens >= _MANY_TOKENS
     heads = _HEADS_OF_MANY if is_many else _HEADS
@@ -252,8 +229,7 @@ def qk_rope_kv(
         HAS_VALUES=given == total_heads,
         BLOCK_H=heads,
         BLOCK_HALF=next_power_of_2(rotary_dim // 2),
-        BLOCK_REST=next_power_of_2(rest),
-        SCALES=scales_at(cache),
+        BLOCK_REST=next_power_of_2(head_dim - rotary_dim),
         num_warps=4 if is_many else 2,
         **pdl_options(qkv.device, enabled=pdl),
     )
@@ -290,7 +266,7 @@ def qk_rope_kv_reference(
     qk = torch.cat((turned, qk[..., rotary_dim:]), -1)
     if v.shape[1]:
         kv_store_reference(qk[:, num_heads:], v, cache, slot_mapping, cache_scales)
-    return qk[:, :num_heads].contiguous()
+    return queries_for(cache, qk[:, :num_heads]).contiguous()
 
 
 @triton.jit
@@ -301,6 +277,8 @@ def _store_kv_kernel(
     slot_mapping_ptr,
     k_token_stride,
     v_token_stride,
+    key_factor,
+    value_factor,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     V_OFFSET: tl.constexpr,
@@ -310,7 +288,6 @@ def _store_kv_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SCALES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -320,20 +297,12 @@ def _store_kv_kernel(
     v = tl.load(v_ptr + token * v_token_stride + heads * HEAD_DIM + dims, mask=inside)
     slot = tl.load(slot_mapping_ptr + token)
     to = cache_ptr + slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE
-    to = to + heads * HEAD_STRIDE
-    at_scale = scale_pointer(
-        cache_ptr, slot, heads, 0, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM,
-        SCALES,
-    )  # fmt: skip
-    if SCALES > 0:
-        k, v = tl.where(inside, k, 0.0), tl.where(inside, v, 0.0)
-    is_head = heads < NUM_KV_HEADS
-    store_head(to, at_scale, k, dims, is_head, inside, SCALES, HEAD_DIM)
-    at_scale = scale_pointer(
-        cache_ptr, slot, heads, V_OFFSET, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, BLOCK_SIZE,
-        HEAD_DIM, SCALES,
-    )  # fmt: skip
-    store_head(to + V_OFFSET, at_scale, v, dims, is_head, inside, SCALES, HEAD_DIM)
+    to = to + heads * HEAD_STRIDE + dims
+    dtype: tl.constexpr = cache_ptr.dtype.element_ty
+    if key_factor is not None:
+        k, v = k.to(tl.float32) * key_factor, v.to(tl.float32) * value_factor
+    tl.store(to, to_cache(k, dtype), mask=inside)
+    tl.store(to + V_OFFSET, to_cache(v, dtype), mask=inside)
 
 
 def store_kv(
@@ -341,14 +310,20 @@ def store_kv(
     v: torch.Tensor,  # [T, num_kv_heads, head_dim]
     kv_cache: torch.Tensor,  # view [num_blocks, block_size, 2, num_kv_heads, head_dim]
     slot_mapping: torch.Tensor,  # [T] int64
-) -> None:
-    """Writes k and v, whose heads of a token lie together, at the tokens' slots.
-    `kv_cache.kv_store_reference` is the reference."""
+    q: torch.Tensor,  # [T, num_heads, head_dim]
+    cache_scales: LayerScales | None = None,
+) -> torch.Tensor:  # [T, num_heads, head_dim]
+    """Writes k and v at the tokens' slots, and returns q as attention to this cache takes it: as it
+    is, or spread. The heads of a token lie together. `kv_cache.kv_store_reference` and
+    `queries_for` are the reference."""
     num_tokens, num_kv_heads, head_dim = k.shape
     assert k.shape == v.shape and k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     assert heads_of(kv_cache) == k.shape[1:], (kv_cache.shape, k.shape)
     if not num_tokens:
-        return
+        return q
+    if scales_at(kv_cache):
+        assert cache_scales is None, "which an fp8 cache has"
+        return store_and_spread(k, v, kv_cache, slot_mapping, q)
     _store_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, _HEADS))](
         k,
         v,
@@ -356,12 +331,13 @@ def store_kv(
         slot_mapping,
         k.stride(0),
         v.stride(0),
+        *factors_of(cache_scales),
         **cache_constants(kv_cache),
         BLOCK_H=_HEADS,
         BLOCK_D=next_power_of_2(head_dim),
-        SCALES=scales_at(kv_cache),
         num_warps=2,
     )
+    return q
 
 
 @triton.jit

@@ -10,6 +10,15 @@ _ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
+def normed_head(x, scale, weight, ROUND_TWICE: tl.constexpr):
+    """x * scale * weight (float32) in x's type, rounded before the weight too or not."""
+    normed = x.to(tl.float32) * scale
+    if ROUND_TWICE:
+        normed = normed.to(x.dtype).to(tl.float32)
+    return (normed * weight).to(x.dtype)
+
+
+@triton.jit
 def to_cache(x, dtype: tl.constexpr):
     """x in the type of a cache without scales; eight bits hold up to 448, no infinity."""
     if dtype.primitive_bitwidth == 8:
@@ -123,70 +132,48 @@ def scale_pointer(
     HEAD_DIM: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """Where a slot's scales of heads lie: their numbers' places, in heads. Without scales, anything
-    that is not used. kv_offset: 0 for keys, V_OFFSET for values."""
-    if SCALES > 0:
-        WIDTH: tl.constexpr = _width(cache_ptr.dtype.element_ty == tl.uint8, HEAD_DIM)
-        inner = slot % BLOCK_SIZE * TOKEN_STRIDE + kv_head * HEAD_STRIDE + kv_offset
-        of_block = slot // BLOCK_SIZE * (BLOCK_STRIDE // 2)
-        at = scales_pointer(cache_ptr, SCALES) + of_block + inner // WIDTH
-    else:
-        at = cache_ptr
-    return at
+    """Where a slot's scales of heads lie: their numbers' places, in heads. kv_offset: 0 for keys,
+    V_OFFSET for values."""
+    WIDTH: tl.constexpr = _width(cache_ptr.dtype.element_ty == tl.uint8, HEAD_DIM)
+    inner = slot % BLOCK_SIZE * TOKEN_STRIDE + kv_head * HEAD_STRIDE + kv_offset
+    of_block = slot // BLOCK_SIZE * (BLOCK_STRIDE // 2)
+    return scales_pointer(cache_ptr, SCALES) + of_block + inner // WIDTH
 
 
 @triton.jit
 def store_head(to, at_scale, x, dims, is_head, mask, SCALES: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """x [H, D] at `to` [H, 1], and its scales at `at_scale` [H, 1] where SCALES are kept; what the
-    mask leaves out of a head is zero then."""
-    dtype: tl.constexpr = to.dtype.element_ty
-    if dtype == tl.uint8:
+    """x [H, D], zero beyond a head, at `to` [H, 1] in a cache with SCALES, and its scales at
+    `at_scale` [H, 1]."""
+    if to.dtype.element_ty == tl.uint8:
         low, high = split_halves(x)
         halves = tl.arange(0, HEAD_DIM // 2)[None, :]
         in_head = is_head & (halves < HEAD_DIM)
         store_in_four_bits(
             to + halves, at_scale, low, high, is_head, in_head, SCALES // (HEAD_DIM // 2)
         )
-    elif SCALES > 0:
+    else:
         scale = scale_of(largest_of(x))
         tl.store(at_scale, scale[:, None], mask=is_head)
         tl.store(to + dims, to_int8(x, scale), mask=mask)
-    else:
-        tl.store(to + dims, to_cache(x, dtype), mask=mask)
 
 
 @triton.jit
 def store_parts(
     to,
-    at_scale,
     first,
     second,
     rest,
     halves,
     rests,
-    is_head,
     half_mask,
     rest_mask,
     HALF: tl.constexpr,
     HAS_REST: tl.constexpr,
-    SCALES: tl.constexpr,
 ):
-    """The same of a head in its two rotated halves and, where it has one, the rest."""
-    if to.dtype.element_ty == tl.uint8:
-        store_in_four_bits(to + halves, at_scale, first, second, is_head, half_mask, SCALES // HALF)
-    elif SCALES > 0:
-        largest = larger(largest_of(first), largest_of(second))
-        if HAS_REST:
-            largest = larger(largest, largest_of(rest))
-        scale = scale_of(largest)
-        tl.store(at_scale, scale[:, None], mask=is_head)
-        tl.store(to + halves, to_int8(first, scale), mask=half_mask)
-        tl.store(to + HALF + halves, to_int8(second, scale), mask=half_mask)
-        if HAS_REST:
-            tl.store(to + rests, to_int8(rest, scale), mask=rest_mask)
-    else:
-        dtype: tl.constexpr = to.dtype.element_ty
-        tl.store(to + halves, to_cache(first, dtype), mask=half_mask)
-        tl.store(to + HALF + halves, to_cache(second, dtype), mask=half_mask)
-        if HAS_REST:
-            tl.store(to + rests, to_cache(rest, dtype), mask=rest_mask)
+    """Heads in their two rotated halves and, where they have one, the rest, at `to` [H, 1] in a
+    cache without scales."""
+    dtype: tl.constexpr = to.dtype.element_ty
+    tl.store(to + halves, to_cache(first, dtype), mask=half_mask)
+    tl.store(to + HALF + halves, to_cache(second, dtype), mask=half_mask)
+    if HAS_REST:
+        tl.store(to + rests, to_cache(rest, dtype), mask=rest_mask)

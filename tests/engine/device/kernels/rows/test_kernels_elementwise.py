@@ -8,6 +8,9 @@ from triton_device import DEVICES, DEVICES_AND_DTYPES, assert_near, normal, pois
 
 require_triton()
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from termgen.engine.device.attention.base import kv_cache_view  # noqa: E402
 from termgen.engine.device.attention.triton_paged import TritonPagedAttention  # noqa: E402
 from termgen.engine.device.kernels.kv_cache import (  # noqa: E402
@@ -17,8 +20,10 @@ from termgen.engine.device.kernels.kv_cache import (  # noqa: E402
     fill_with_nan,
     head_items,
     kv_store_reference,
+    queries_for,
     read_slots,
     scales_of,
+    spread,
 )
 from termgen.engine.device.kernels.rows.gated_activation import (  # noqa: E402
     ACTIVATIONS,
@@ -43,6 +48,7 @@ from termgen.engine.device.kernels.rows.rmsnorm import (  # noqa: E402
     rmsnorm,
     rmsnorm_reference,
 )
+from termgen.engine.device.kernels.rows.spread_heads import spread_rows  # noqa: E402
 from termgen.engine.device.layers.ops import Rotation, TorchOps  # noqa: E402
 from termgen.vocabulary.device.kv_cache_types import LayerScales  # noqa: E402
 
@@ -347,20 +353,124 @@ def test_stores_with_scales(
     parts[4, -1, 3] = float("nan")
     k, v = parts[:, 4 : 4 + num_kv_heads], parts[:, 4 + num_kv_heads :]
     stored, expected = (scaled_cache(kind, heads, device) for _ in range(2))
-    store_kv(k, v, stored, slots)
+    q = store_kv(k, v, stored, slots, parts[:, :4])
     kv_store_reference(k, v, expected, slots)
     assert_stored_alike(stored, expected, most=0)
+    assert torch.equal(q, queries_for(stored, parts[:, :4]))
     kept = read_slots(stored, slots, torch.float32)
     assert kept[4, 1, -1].isnan().all() and not kept[:4].isnan().any()
-    largest = torch.stack((k, v), 1).float().abs().amax(-1, keepdim=True).nan_to_num()
-    error = (kept - torch.stack((k, v), 1).float()).abs().nan_to_num()
+    wanted = torch.stack((spread(k), v.float()), 1)
+    largest = wanted.abs().amax(-1, keepdim=True).nan_to_num()
+    error = (kept - wanted).abs().nan_to_num()
     assert (error <= largest * LARGEST_ERROR[kind] + 1e-7).all()
 
     cos, sin = make_rotation(torch.arange(5, device=device), rotary_dim)
     arguments = {"num_heads": 4, "norm_weight": None}
-    qk_rope_kv(qkv, stored, cos, sin, slots, **arguments)
-    qk_rope_kv_reference(qkv, expected, cos, sin, slots, **arguments)
+    q = qk_rope_kv(qkv, stored, cos, sin, slots, **arguments)
+    near = qk_rope_kv_reference(qkv, expected, cos, sin, slots, **arguments)
+    assert_near(q, near, dtype)
     assert_stored_alike(stored, expected, most=4)
+
+
+@devices_and_dtypes
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("given", ["qkv", "qk", "q"])
+@pytest.mark.parametrize(("rotary_dim", "in_float32"), [(64, True), (24, False)])
+def test_heads_are_normalised_rotated_and_spread(
+    device: str,
+    dtype: torch.dtype,
+    kind: torch.dtype,
+    given: str,
+    rotary_dim: int,
+    in_float32: bool,
+) -> None:
+    num_heads, num_kv_heads, head_dim = 6, 2, 64
+    heads = num_heads + {"qkv": 2, "qk": 1, "q": 0}[given] * num_kv_heads
+    normed = num_heads + {"qkv": 1, "qk": 2, "q": 0}[given] * num_kv_heads
+    kept = torch.float32 if in_float32 else dtype
+    weight = normal(normed, head_dim, dtype=kept, device=device, seed=8)
+    cos, sin = make_rotation(torch.tensor([0, 3, 1000, 31000], device=device), rotary_dim)
+    slots = torch.tensor([11, 0, 5, 14], device=device)
+    wide = normal(4, heads * head_dim + 16, dtype=dtype, device=device, seed=head_dim)
+    caches = [scaled_cache(kind, (num_kv_heads, head_dim), device) for _ in range(3)]
+    options = {"num_heads": num_heads, "norm_weight": weight, "eps": 1e-6}
+    qkv = wide[:, : heads * head_dim].contiguous()
+    expected = qk_rope_kv_reference(qkv, caches[1], cos, sin, slots, **options)
+    in_torch = TorchOps().rotate_and_store(qkv, caches[2], Rotation(cos, sin), slots, **options)
+    plain = torch.zeros(4, 4, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
+    unspread = qk_rope_kv_reference(qkv, plain, cos, sin, slots, **options)
+    assert_near(expected, spread(unspread).to(dtype), dtype)
+    # Over the projection's own queries, whose rows lie further apart.
+    qkv = wide[:, : heads * head_dim]
+    q = qkv.unflatten(1, (-1, head_dim))[:, :num_heads]
+    assert qk_rope_kv(qkv, caches[0], cos, sin, slots, q=q, **options) is q
+    assert_near(q, expected, dtype)
+    assert_near(in_torch, expected, dtype)
+    for other in caches[1:]:
+        assert_stored_alike(caches[0], other, most=8)
+    if given == "q":
+        assert scales_of(caches[0]).isnan().all()
+        return
+    found, exact = (read_slots(cache, slots, torch.float32) for cache in (caches[0], plain))
+    exact[:, 0] = spread(exact[:, 0])
+    largest = exact.abs().amax(-1, keepdim=True)
+    rounding = 0.02 if dtype is torch.bfloat16 else 0.002
+    assert ((found - exact).abs() <= largest * (LARGEST_ERROR[kind] + rounding)).all()
+
+
+@triton.jit
+def _spread_kernel(x_ptr, D: tl.constexpr, SPAN: tl.constexpr):
+    at = x_ptr + tl.arange(0, 4)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(at, spread_rows(tl.load(at), SPAN))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("head_dim", "span"), [(1, 1), (16, 16), (64, 16), (128, 128), (256, 256)])
+def test_rows_are_spread_as_by_the_matrix(device: str, head_dim: int, span: int) -> None:
+    x = normal(4, head_dim, dtype=torch.float32, device=device, seed=span, scale=9.0)
+    bits = torch.arange(span)
+    signs = [[1 - 2 * ((i & j).bit_count() % 2) for j in bits.tolist()] for i in bits.tolist()]
+    matrix = torch.tensor(signs, dtype=torch.float64, device=device) * span**-0.5
+    wanted = (x.double().view(-1, span) @ matrix).view(4, head_dim)
+    one = x.view(-1, span)
+    torch.testing.assert_close(spread(one).view_as(x).double(), wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(spread(one[:1]), spread(one)[:1]), "sums depend on no other row"
+    torch.testing.assert_close(spread(spread(one)), one, atol=1e-5, rtol=1e-5)
+    by_kernel = x.clone()
+    _spread_kernel[(1,)](by_kernel, head_dim, span)
+    assert torch.equal(by_kernel, spread(one).view_as(x))
+
+
+@pytest.mark.parametrize(("head_dim", "span"), [(64, 64), (80, 16), (72, 8), (96, 32), (33, 1)])
+def test_a_head_is_spread_in_parts_that_are_powers_of_two(head_dim: int, span: int) -> None:
+    first = torch.zeros(head_dim)
+    first[0] = 1.0
+    wanted = torch.zeros(head_dim)
+    wanted[:span] = span**-0.5
+    torch.testing.assert_close(spread(first), wanted)
+    q, k = torch.randn(2, 5, head_dim, generator=torch.Generator().manual_seed(span))
+    torch.testing.assert_close(spread(q) @ spread(k).T, q @ k.T, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "most"), [(INT8, 0.02), (INT4, 0.25)])
+def test_a_large_channel_costs_the_others_no_precision(kind: torch.dtype, most: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, 64, 1, 128, generator=generator)
+    k[..., 5] += 30.0
+    cache = scaled_cache(kind, (1, 128), "cpu")
+    slots, wanted = torch.arange(16), k[:16]
+    kv_store_reference(wanted, wanted, cache, slots)
+    keys, values = read_slots(cache, slots, torch.float32).unbind(1)
+
+    def error(found: torch.Tensor, q: torch.Tensor) -> float:
+        exact = q[:, 0] @ wanted[:, 0].T
+        return float((found - exact).norm() / exact.std() / exact.numel() ** 0.5)
+
+    q[..., 5] = 0.0  # what the large channel adds is the same to all, nearly
+    spread_error = error(queries_for(cache, q)[:, 0] @ keys[:, 0].T, q)
+    plain_error = error(q[:, 0] @ values[:, 0].T, q)
+    print(spread_error, plain_error)
+    assert spread_error < most and plain_error > 3 * spread_error
 
 
 @devices_and_dtypes
@@ -377,7 +487,8 @@ def test_store_kv(
         make_cache(4, 4, num_kv_heads, head_dim, dtype=dtype, device=device, heads_first=heads)
         for heads in (heads_first, False)
     )
-    store_kv(k, v, stored, slots)
+    q = normal(5, 2, head_dim, dtype=dtype, device=device, seed=1)
+    assert store_kv(k, v, stored, slots, q) is q
     kv_store_reference(k, v, expected, slots)
     torch.testing.assert_close(stored, expected, atol=0, rtol=0, equal_nan=True)
 
@@ -397,12 +508,19 @@ def test_an_fp8_cache_takes_keys_and_values_in_its_units(
     qk_rope_kv_reference(qkv, caches[1], cos, sin, slots, **arguments)
     in_torch = TorchOps().rotate_and_store(qkv, caches[2], Rotation(cos, sin), slots, **arguments)
     assert_near(q, in_torch, dtype)
-    stored, *expected = (cache.float() for cache in caches)
-    for other in expected:
+    stored, *others = (cache.float() for cache in caches)
+    for other in others:
         off = (stored - other).abs() / other.abs().clamp(min=1.0)
         assert (off > 0).sum() <= 8 and off.max() < 0.13, "a number next to two others at most"
     values = qkv.view(5, 8, 64)[:, 6:].float() / scales.value
     kept = stored.flatten(0, 1)[slots][:, 1]
     assert ((kept - values).abs() <= values.abs() / 16 + 1e-3).all()
+    stored_alone, expected = (torch.zeros_like(caches[0]) for _ in range(2))
+    k, v = qkv.view(5, 8, 64)[:, 4:6], qkv.view(5, 8, 64)[:, 6:]
+    q = qkv.view(5, 8, 64)[:, :4]
+    assert store_kv(k, v, stored_alone, slots, q, scales) is q
+    assert TorchOps().store(k, v, expected, slots, q, scales) is q
+    assert torch.equal(stored_alone.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(stored_alone.flatten(0, 1)[slots][:, 1].float(), kept)
     unscaled = qkv.view(5, 8, 64)[:, 4:6].abs().max() / scales.key
     assert unscaled > 448 and stored.flatten(0, 1)[slots][:, 0].abs().max() == 448
