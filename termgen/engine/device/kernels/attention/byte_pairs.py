@@ -181,6 +181,26 @@ def bytes_of_float8(words, dtype: tl.constexpr):
 
 
 @triton.jit
+def numbers_of_bytes(numbers, dtype: tl.constexpr, IS_4BIT: tl.constexpr):
+    """A tensor for each number that a byte has."""
+    if IS_4BIT:
+        parts = halves_of(numbers, dtype)
+    else:
+        parts = (from_int8(numbers, dtype),)
+    return parts
+
+
+@triton.jit
+def numbers_of_words(words, dtype: tl.constexpr, IS_4BIT: tl.constexpr):
+    """A tensor for each number that a word of 16 bits has."""
+    if IS_4BIT:
+        parts = quarters_of(words, dtype)
+    else:
+        parts = bytes_of_int8(words, dtype)
+    return parts
+
+
+@triton.jit
 def words_at(
     cache_ptr,
     offsets,  # [TILE], in bytes
@@ -207,13 +227,16 @@ def no_sums(M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def joined(sums):
-    """The columns in order. Parts: all of them, even and odd ones, or those of each half."""
+def joined(sums, IS_4BIT: tl.constexpr = False):
+    """The columns in order. Parts: those of each half of a head where IS_4BIT, or all; and of each
+    even ones and odd ones, where values were loaded in pairs."""
     result = sums[0]
-    if len(sums) == 2:
-        result = interleaved(sums[0], sums[1])
-    elif len(sums) == 4:
+    if len(sums) == 4:
         result = join_halves(interleaved(sums[0], sums[1]), interleaved(sums[2], sums[3]))
+    elif len(sums) == 2 and IS_4BIT:
+        result = join_halves(sums[0], sums[1])
+    elif len(sums) == 2:
+        result = interleaved(sums[0], sums[1])
     return result
 
 

@@ -218,6 +218,7 @@ def _attend(
             q, cache_ptr, kv_head, table, begin, run, seq_len - 1, last_keys, scale,
             BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D,
             QUERIES > 1, WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP, SCALES,
+            True,
         )  # fmt: skip
     else:
         acc, top, total = attend_run(

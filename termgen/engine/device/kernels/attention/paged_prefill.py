@@ -224,7 +224,7 @@ def _paged_prefill_kernel(
             q, cache, kv_head, table, first_tile * TILE, last_tile - first_tile, last_key,
             positions, scale, BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, HEAD_STRIDE, BLOCK_SIZE,
             HEAD_DIM, BLOCK_D, True, WINDOW, TILE, IS_WITHIN_BLOCK, NUM_STAGES, PRECISION, SOFTCAP,
-            SCALES,
+            SCALES, False,
         )  # fmt: skip
         scale = 1.0  # scores are scaled already
     else:

@@ -16,12 +16,10 @@ import triton.language as tl
 
 from termgen.engine.device.kernels.attention.byte_pairs import (
     add_values,
-    bytes_of_int8,
-    from_int8,
-    halves_of,
     joined,
     no_sums,
-    quarters_of,
+    numbers_of_bytes,
+    numbers_of_words,
     words_at,
 )
 from termgen.engine.device.kernels.attention.window import first_key
@@ -121,10 +119,12 @@ def attend_scaled(
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
 ):
     """`run` tiles from key `begin`, none past `last_key`: sums that are not yet divided, [M, D],
     and of each query the largest score and the sum of the weights, [M]. last_keys: the last key
-    that each query sees, [M] where PER_QUERY, else one for all."""
+    that each query sees, [M] where PER_QUERY, else one for all. IN_PAIRS: values are loaded two
+    columns at a time."""
     IS_4BIT: tl.constexpr = cache_ptr.dtype.element_ty == tl.uint8
     WIDTH: tl.constexpr = HEAD_DIM // 2 if IS_4BIT else HEAD_DIM
     BLOCK_W: tl.constexpr = BLOCK_D // 2 if IS_4BIT else BLOCK_D
@@ -141,7 +141,8 @@ def attend_scaled(
             first_seen = tl.min(first_keys, axis=0)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
-    sums = no_sums(q.shape[0], BLOCK_D, 4 if IS_4BIT else 2)
+    PARTS: tl.constexpr = (2 if IS_4BIT else 1) * (2 if IN_PAIRS else 1)
+    sums = no_sums(q.shape[0], BLOCK_D, PARTS)
     if IS_4BIT:
         q_low, q_high = split_halves(q)
         q_sum = tl.sum(q.to(tl.float32), axis=1)
@@ -172,14 +173,14 @@ def attend_scaled(
         key_scales, value_scales = scales[0].to(tl.float32), scales[1].to(tl.float32)
         numbers = tl.load(at, mask=inside, other=0)
         if IS_4BIT:
-            k_low, k_high = halves_of(numbers, q.dtype)
+            k_low, k_high = numbers_of_bytes(numbers, q.dtype, IS_4BIT)
             scores = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
             scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=PRECISION)
             key_offsets = scales[2].to(tl.float32)
             scores = scores * key_scales[None, :] + q_sum[:, None] * key_offsets[None, :]
             scores = scores * scale
         else:
-            k = from_int8(numbers, q.dtype)
+            (k,) = numbers_of_bytes(numbers, q.dtype, IS_4BIT)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             scores = scores * (key_scales * scale)[None, :]
         if SOFTCAP > 0:
@@ -197,12 +198,13 @@ def attend_scaled(
             added = added * shrink + tl.sum(weights * value_offsets[None, :], axis=1)
         weights = (weights * (value_scales / new_unit)[None, :]).to(q.dtype)
         shrink = shrink * (unit / new_unit)
-        offsets = V_OFFSET + kv_head * HEAD_STRIDE + base
-        pairs = words_at(cache_ptr, offsets, is_inside[:, None], WIDTH, BLOCK_W)
-        if IS_4BIT:
-            values = quarters_of(pairs, q.dtype)
+        if IN_PAIRS:
+            offsets = V_OFFSET + kv_head * HEAD_STRIDE + base
+            words = words_at(cache_ptr, offsets, is_inside[:, None], WIDTH, BLOCK_W)
+            values = numbers_of_words(words, q.dtype, IS_4BIT)
         else:
-            values = bytes_of_int8(pairs, q.dtype)
+            numbers = tl.load(at + V_OFFSET, mask=inside, other=0)
+            values = numbers_of_bytes(numbers, q.dtype, IS_4BIT)
         sums = add_values(sums, weights, values, shrink, PRECISION)
         top = new_top
         unit = new_unit
@@ -210,7 +212,7 @@ def attend_scaled(
             scales_ptr, block, inner, key + TILE, first_seen, last_key,
             BLOCK_STRIDE, TOKEN_STRIDE, V_OFFSET, WIDTH, WINDOW, IS_4BIT, OFFSETS,
         )  # fmt: skip
-    acc = joined(sums) * unit
+    acc = joined(sums, IS_4BIT) * unit
     if IS_4BIT:
         acc += added[:, None]
     return acc, top, total
