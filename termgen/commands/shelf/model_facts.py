@@ -108,7 +108,9 @@ def _read(path: Path, source: Path) -> ModelFacts:
             if not is_known(raw):
                 return ModelFacts(note=OF_TRANSFORMERS, quantization=kind, is_base=is_base)
             config = parse_config(raw, source)
-            in_float8 = config.moe is None and are_float8(ConfigReader(_quantized_part(raw)))
+            # Experts whose rows are columns in files become 16 bits.
+            is_kept = config.moe is None or not config.moe.is_transposed
+            in_float8 = is_kept and are_float8(ConfigReader(_quantized_part(raw)))
             return _of_config(config, quantization=kind, are_float8=in_float8, is_base=is_base)
         return _of_gguf(path)
     except ModelError as error:

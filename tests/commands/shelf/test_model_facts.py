@@ -135,7 +135,7 @@ def test_a_damaged_config_is_a_problem(tmp_path: Path, content: str) -> None:
         (LLAMA, {"quant_method": "compressed-tensors", "format": "float-quantized"}, True),
         (LLAMA, {"quant_method": "compressed-tensors", "format": "pack-quantized"}, False),
         (LLAMA, {"quant_method": "awq", "version": "gemm"}, False),
-        (MIXTRAL, {"quant_method": "fp8"}, False),
+        (MIXTRAL, {"quant_method": "fp8"}, True),
     ],
 )
 def test_folders_of_8_bit_floats(

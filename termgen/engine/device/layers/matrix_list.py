@@ -61,6 +61,11 @@ class ExpertList(nn.Module):
         """Kinds of stored blocks that `load_stored` keeps."""
         return self._loaders[0].kinds
 
+    @property
+    def transposed_kinds(self) -> frozenset[str]:
+        """Those that come as rows [out, in] from a file that has numbers as [in, out]."""
+        return self.kinds
+
     def load_stored(self, expert: int, rows: StoredRows, first_row: int = 0) -> None:
         """Store rows of an expert's matrix as a file has them."""
         self._loaders[expert].load_stored(rows, first_row)

@@ -85,10 +85,9 @@ class QuantizedTensor:
         if (groups := tensors.get("g_idx", tensors.get("weight_g_idx"))) is not None:
             self._check_groups(groups, tensors)
         num_rows, num_columns = self.matrix.shape
-        for expert in range(self.num_experts or 0):
-            own = {role: tensor[expert] for role, tensor in tensors.items()}
-            yield self.matrix.rows(own, 0, num_rows)[None]
         if self.num_experts is not None:
+            for own in self._matrices(tensors):
+                yield self.matrix.rows(own, 0, num_rows)[None]
             return
         step = max(1, PART_NUMBERS // num_columns)
         for first in range(0, num_rows, step):
@@ -117,7 +116,7 @@ class QuantizedTensor:
         """The kind of rows that `stored` gives; None if there are only numbers to be had."""
         if isinstance(self.matrix, ScaledNumbers):
             is_kept = self.dtype == _KEPT_FLOATS and "zero_point" not in self.members
-            return self.matrix.float8_kind if is_kept and self.num_experts is None else None
+            return self.matrix.float8_kind if is_kept else None
         if isinstance(self.matrix, FourBitFloats):
             num_columns = self.matrix.shape[1]
             is_whole = self.dtype == _KEPT_FLOATS and num_columns % NVFP4_COLUMNS == 0
@@ -151,14 +150,24 @@ class QuantizedTensor:
         num_rows, num_columns = matrix.shape
         step = max(1, PART_NUMBERS // num_columns // FLOAT8_RUN) * FLOAT8_RUN
         is_number = bool(tensors["scale"].float().isfinite().all())
-        for first in range(0, num_rows, step):
-            last = min(first + step, num_rows)
-            # Products take all bits for numbers.
-            bits = tensors["weight"][first:last].view(torch.uint8) & 127
-            if not is_number or bool((bits == 127).any()):
-                name = self.members["weight" if is_number else "scale"]
-                raise CorruptFileError(f"tensor {name} has NaN or infinite values")
-            yield matrix.float8(tensors, first, last)
+        for own in self._matrices(tensors):
+            for first in range(0, num_rows, step):
+                last = min(first + step, num_rows)
+                # Products take all bits for numbers.
+                bits = own["weight"][first:last].view(torch.uint8) & 127
+                if not is_number or bool((bits == 127).any()):
+                    name = self.members["weight" if is_number else "scale"]
+                    raise CorruptFileError(f"tensor {name} has NaN or infinite values")
+                yield matrix.float8(own, first, last)
+
+    def _matrices(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        """The tensors of each matrix."""
+        if self.num_experts is None:
+            yield tensors
+        for expert in range(self.num_experts or 0):
+            yield {role: tensor[expert] for role, tensor in tensors.items()}
 
     def _floats4(self, matrix: FourBitFloats, read: Read) -> Iterator[StoredRows]:
         tensors = {role: read(name) for role, name in self.members.items()}

@@ -172,6 +172,8 @@ def _why_not(model: ModelConfig, device: torch.device, quantization: str | None)
         return "it is for an NVIDIA GPU, beside which the CPU computes"
     if problem := native.why_unusable():
         return problem
+    if quantization == "fp8":
+        return "the CPU computes no 8-bit floats; add quantization int8 or q4, which round them"
     if quantization not in _BITS:
         return "experts are computed by the CPU in 8 or 4 bits; add quantization int8 or q4"
     from termgen.engine.device.native.expert_kernels import ACTIVATIONS

@@ -244,13 +244,13 @@ def test_few_pairs_multiply_alone() -> None:
     def block(num_tokens: int, num_rows: int = 64, **options: Any) -> int:
         experts = make_experts((2, num_rows, 32), torch.bfloat16, "cpu")
         fill(experts, Form.FOUR_BITS, 1)
-        sizes = {"num_experts": 128, "top_k": 8, "itemsize": 2, "groups": experts.weights}
+        sizes = {"num_experts": 128, "top_k": 8, "itemsize": 2, "stored": experts.weights}
         return choose_tiles(num_tokens, **{**sizes, **options}).block_m
 
     # 9 tokens are padded to 16, and take what 16 take.
     assert [block(n) for n in (1, 9, 16, 17, 8192)] == [1, 1, 1, 16, 128]
     # Rows of gate that are no whole fours; floats.
-    assert block(1, num_rows=66) == block(1, groups=None) == 16
+    assert block(1, num_rows=66) == block(1, stored=None) == 16
 
 
 def test_a_tile_fits_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,232 @@
+"""Mixtures whose experts are quantised in a file: what a GPU keeps of them, beside the same weights
+in a model of float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_model import PagedModel, Row, load
+from quantized_weights import (
+    MODULES,
+    Write,
+    fp8_blocks,
+    fp8_whole,
+    quantize_folder,
+    scaled,
+)
+from safetensors.torch import load_file, save_file
+from triton_device import require_triton
+
+from termgen.config import EngineConfig
+from termgen.engine.device import kernels
+from termgen.engine.device.layers.ops import TorchOps
+from termgen.engine.device.loader import kept_form, load_model_config
+from termgen.engine.device.models import registry
+from termgen.engine.device.models.decoder import CausalDecoder
+from termgen.engine.device.models.mlp import SparseMoe
+from termgen.engine.device.runner.resolve import resolve_quantization
+from termgen.errors import CorruptFileError
+
+require_triton()
+
+from termgen.engine.device.kernels.moe.experts import experts  # noqa: E402
+from termgen.engine.device.kernels.moe.float8_experts import Float8Weights  # noqa: E402
+from termgen.engine.device.quantization.float8_experts import Float8Experts  # noqa: E402
+
+TinyModelDir = Callable[..., Path]
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FLOATS = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+FORMATS: dict[str, tuple[dict[str, Any], Write]] = {
+    "fp8, blocks": (BLOCKS, fp8_blocks(128, 128)),
+    "fp8, fine blocks": ({**BLOCKS, "weight_block_size": [16, 128]}, fp8_blocks(16, 128)),
+    "fp8, rows": (FLOATS, scaled("float", strategy="channel")),
+    "fp8, whole": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_whole),
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 256, "moe_intermediate_size": 144},
+    "mixtral": {"hidden_size": 256, "intermediate_size": 136},
+    "qwen3_5_moe_text": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+OF_EXPERTS = (*MODULES, "w1", "w2", "w3")
+EXPERT = "model.layers.1.mlp.experts.2.down_proj"
+
+
+class Ops(TorchOps):
+    """Only experts are computed as on a GPU."""
+
+    def experts(
+        self, x: torch.Tensor, router_logits: torch.Tensor, *matrices: Any, **options: Any
+    ) -> torch.Tensor:
+        weights = [getattr(part, "weights", part) for part in matrices]
+        return experts(x.contiguous(), router_logits.contiguous(), *weights, **options)
+
+
+def layers(model: CausalDecoder) -> list[SparseMoe]:
+    return [module for module in model.modules() if isinstance(module, SparseMoe)]
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "why_unusable", lambda *_, **__: "")
+
+
+@pytest.fixture
+def stored(tiny_model_dir: TinyModelDir, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    def make(name: str, family: str = "qwen3_moe", floats: str = "") -> tuple[Path, Path]:
+        config, write = FORMATS[name]
+        source = tiny_model_dir(family, **FAMILIES[family])
+        return quantize_folder(source, tmp_path / "m", config, write, OF_EXPERTS, floats)
+
+    return make
+
+
+def compare(model: CausalDecoder, twin: Path) -> None:
+    """Sums in another order change the last places of logits, which reach 11, a second rounding far
+    more."""
+    tokens = list(range(5, 25))
+    paged, exact = PagedModel(model), PagedModel(load(twin))
+    near = {"rtol": 1e-4, "atol": 3e-4}
+    found, expected = (one.step([Row(0, 0, tokens)])[0] for one in (paged, exact))
+    torch.testing.assert_close(found, expected, **near)
+    rows = [Row(0, len(tokens), [7])]
+    torch.testing.assert_close(paged.step(rows)[0], exact.step(rows)[0], **near)
+
+
+def divergence(model: CausalDecoder, twin: Path) -> float:
+    """Nats in the mean."""
+    tokens = list(range(5, 25))
+    found, expected = (
+        PagedModel(one).step([Row(0, 0, tokens)])[0].double().log_softmax(-1)
+        for one in (model, load(twin))
+    )
+    return float((expected.exp() * (expected - found)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_mixture_of_8_bit_floats_computes_as_its_twin(
+    name: str, family: str, stored: Callable[..., tuple[Path, Path]]
+) -> None:
+    folder, twin = stored(name, family)
+    assert kept_form(folder) == "fp8"
+    model = load(folder, quantization="fp8", ops=Ops(), keeps_floats=True)
+    for layer in layers(model):
+        for part in (layer.gate_up, layer.down):
+            assert isinstance(part, Float8Experts) and isinstance(part.weights, Float8Weights)
+            held = sum(p.numel() * p.element_size() for p in part.parameters())
+            # Rows are filled up to whole words of 256 columns.
+            padded = math.prod(part.shape[:2]) * (part.shape[2] + -part.shape[2] % 256)
+            assert held <= padded * 1.05, "8 bits a number"
+    compare(model, twin)
+
+
+def test_layers_that_a_file_has_in_floats_stay_so(stored: Callable[..., tuple[Path, Path]]) -> None:
+    folder, twin = stored("fp8, blocks", floats="model.layers.0.")
+    model = load(folder, quantization="fp8", ops=Ops(), keeps_floats=True)
+    first, second = layers(model)
+    assert isinstance(first.gate_up.weights, torch.Tensor)  # type: ignore[union-attr]
+    assert isinstance(second.gate_up.weights, Float8Weights)  # type: ignore[union-attr]
+    compare(model, twin)
+
+
+def test_one_expert_in_floats_makes_its_layer_floats(
+    stored: Callable[..., tuple[Path, Path]],
+) -> None:
+    folder, twin = stored("fp8, rows", floats="model.layers.1.mlp.experts.3.down")
+    model = load(folder, quantization="fp8", ops=Ops(), keeps_floats=True)
+    _, second = layers(model)
+    assert isinstance(second.gate_up.weights, Float8Weights)  # type: ignore[union-attr]
+    assert isinstance(second.down.weights, torch.Tensor)  # type: ignore[union-attr]
+    compare(model, twin)
+
+
+def test_experts_that_lie_in_one_tensor(
+    stored: Callable[..., tuple[Path, Path]],
+) -> None:
+    """Newer releases of transformers save them so, the rows of gate before those of up."""
+    folder, twin = stored("fp8, fine blocks")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: t for name, t in weights.items() if ".experts." not in name}
+    for layer in range(2):
+        path = f"model.layers.{layer}.mlp.experts"
+        for end in ("", "_scale_inv"):
+            of = {
+                part: torch.stack([weights[f"{path}.{e}.{part}.weight{end}"] for e in range(8)])
+                for part in ("gate_proj", "up_proj", "down_proj")
+            }
+            kept[f"{path}.down_proj{end}"] = of["down_proj"]
+            gate_up = torch.cat([of[part].float() for part in ("gate_proj", "up_proj")], 1)
+            kept[f"{path}.gate_up_proj{end}"] = gate_up.to(of["gate_proj"].dtype)
+    save_file(kept, folder / "model.safetensors")
+    model = load(folder, quantization="fp8", ops=Ops(), keeps_floats=True)
+    for layer in layers(model):
+        assert isinstance(layer.gate_up.weights, Float8Weights)  # type: ignore[union-attr]
+        assert isinstance(layer.down.weights, Float8Weights)  # type: ignore[union-attr]
+    compare(model, twin)
+
+
+@pytest.mark.parametrize("end", ["weight", "weight_scale_inv"])
+def test_what_is_no_number_is_named(end: str, stored: Callable[..., tuple[Path, Path]]) -> None:
+    folder = stored("fp8, blocks")[0]
+    weights = load_file(folder / "model.safetensors")
+    name = f"{EXPERT}.{end}"
+    wrong = weights[name].float()
+    wrong[-1, -1] = float("nan")
+    weights[name] = wrong.to(weights[name].dtype)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CorruptFileError, match=f"tensor {name} has NaN or infinite values"):
+        load(folder, quantization="fp8", ops=Ops(), keeps_floats=True)
+
+
+def test_scales_that_do_not_fit_are_named(stored: Callable[..., tuple[Path, Path]]) -> None:
+    folder = stored("fp8, blocks")[0]
+    weights = load_file(folder / "model.safetensors")
+    name = f"{EXPERT}.weight_scale_inv"
+    weights[name] = weights[name][:-1].clone()
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CorruptFileError, match=f"tensor '{name}' is .* does not fit {EXPERT}"):
+        load(folder, quantization="fp8", ops=Ops(), keeps_floats=True)
+
+
+def test_a_mixture_stays_what_it_is_by_default(
+    stored: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, twin = stored("fp8, blocks")
+    monkeypatch.setattr(kernels, "why_unusable", lambda device, dtype=None: "")
+    cuda, model = torch.device("cuda:0"), load_model_config(folder)
+
+    def resolved(path: Path, **options: Any) -> str | None:
+        return resolve_quantization(EngineConfig(model=str(path), **options), model, cuda, path)
+
+    assert resolved(folder) == "fp8"
+    assert resolved(twin) is None
+    assert resolved(folder, quantization="none") is None
+    assert resolved(twin, quantization="fp8") == "fp8"
+
+
+def test_a_mixture_of_floats_is_rounded_where_it_is_asked_for(
+    tiny_model_dir: TinyModelDir,
+) -> None:
+    folder = tiny_model_dir("qwen3_moe", **FAMILIES["qwen3_moe"])
+    model = load(folder, quantization="fp8", ops=Ops())
+    for layer in layers(model):
+        assert isinstance(layer.gate_up.weights, Float8Weights)  # type: ignore[union-attr]
+        assert layer.router.method.kinds == frozenset(), "routers are floats"
+    assert 1e-5 < divergence(model, folder) < 0.2, "routers choose others now and then"
+
+
+def test_a_cpu_computes_them_in_8_bits(
+    stored: Callable[..., tuple[Path, Path]],
+) -> None:
+    """Its kernels have integers alone."""
+    folder, twin = stored("fp8, blocks")
+    assert divergence(load(folder, quantization="int8"), twin) < 0.01
