@@ -29,8 +29,6 @@ __all__ = [
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _TABLES = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "lm_head.weight")
 """Ends of the names of matrices that are no layer's."""
-_EXPERTS = ".experts."
-"""A part of the names of matrices of experts, of which fewer kinds are kept."""
 
 
 def open_checkpoint(path: Path | str, *, mtp: bool = False) -> Checkpoint:
@@ -56,8 +54,7 @@ def kept_form(path: Path | str) -> str | None:
     "int8" if most numbers are in blocks of integers, or of floats of 4 bits; "fp8" if most of those
     in layers are 8-bit floats; None for floats."""
     from termgen.engine.device.loader.weights import StoredSource
-    from termgen.engine.device.quantization.affine_blocks import ORDERED_GROUPS
-    from termgen.engine.device.quantization.stored_matrices import FLOAT8_KINDS, NVFP4
+    from termgen.engine.device.quantization.stored_matrices import FLOAT8_KINDS
 
     in_blocks = others = in_float8 = in_layers = 0
     with closing(open_checkpoint(path)) as checkpoint:
@@ -69,8 +66,7 @@ def kept_form(path: Path | str) -> str | None:
             kind, count = checkpoint.kind(name), math.prod(shape)
             if kind in FLOAT8_KINDS:
                 in_float8 += count
-            is_rounded = kind in (ORDERED_GROUPS, NVFP4) and _EXPERTS in name
-            if is_rounded or kind in (None, *_FLOATS, *FLOAT8_KINDS):
+            if kind in (None, *_FLOATS, *FLOAT8_KINDS):
                 others += count
             else:
                 in_blocks += count

@@ -4,18 +4,25 @@ in a model of float32."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from paged_model import PagedModel, Row, load
+from paged_model import PagedModel, Row, build, load
 from quantized_weights import (
     MODULES,
     Write,
+    awq,
     fp8_blocks,
     fp8_whole,
+    gptq,
+    modelopt_nvfp4,
+    mxfp4,
+    nvfp4,
+    packed,
     quantize_folder,
     scaled,
 )
@@ -25,10 +32,12 @@ from triton_device import require_triton
 from termgen.config import EngineConfig
 from termgen.engine.device import kernels
 from termgen.engine.device.layers.ops import TorchOps
-from termgen.engine.device.loader import kept_form, load_model_config
+from termgen.engine.device.loader import kept_form, load_model_config, open_checkpoint
+from termgen.engine.device.loader.weights import load_weights
 from termgen.engine.device.models import registry
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.mlp import SparseMoe
+from termgen.engine.device.runner.memory import weight_bytes
 from termgen.engine.device.runner.resolve import resolve_quantization
 from termgen.errors import CorruptFileError
 
@@ -37,6 +46,8 @@ require_triton()
 from termgen.engine.device.kernels.moe.experts import experts  # noqa: E402
 from termgen.engine.device.kernels.moe.float8_experts import Float8Weights  # noqa: E402
 from termgen.engine.device.quantization.float8_experts import Float8Experts  # noqa: E402
+from termgen.engine.device.quantization.group_experts import Form, GroupExperts  # noqa: E402
+from termgen.engine.device.quantization.int8_groups import GroupLinears  # noqa: E402
 
 TinyModelDir = Callable[..., Path]
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -56,6 +67,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
     },
 }
+GPTQ = {"quant_method": "gptq", "bits": 4}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+NVFP4 = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+EXPERTS_ALONE = ("gate_proj", "up_proj", "down_proj")
 OF_EXPERTS = (*MODULES, "w1", "w2", "w3")
 EXPERT = "model.layers.1.mlp.experts.2.down_proj"
 
@@ -127,6 +142,141 @@ def test_a_mixture_of_8_bit_floats_computes_as_its_twin(
             padded = math.prod(part.shape[:2]) * (part.shape[2] + -part.shape[2] % 256)
             assert held <= padded * 1.05, "8 bits a number"
     compare(model, twin)
+
+
+GROUPED: dict[str, tuple[dict[str, Any], Write, Form]] = {
+    "GPTQ": (GPTQ, gptq(4, 64), Form.FOUR_BITS),
+    "GPTQ, act-order": (GPTQ, gptq(4, 32, in_order=False), Form.FOUR_BITS),
+    "GPTQ, act-order, 8 bits": ({**GPTQ, "bits": 8}, gptq(8, 32, in_order=False), Form.EIGHT_BITS),
+    "AWQ": ({"quant_method": "awq", "version": "gemm"}, awq(32), Form.FOUR_BITS),
+    "W4A16": (PACKED, packed(4, group=32), Form.FOUR_BITS),
+    "W4A16, zero points, another order": (
+        PACKED,
+        packed(4, group=32, symmetric=False, in_order=False),
+        Form.FOUR_BITS,
+    ),
+    "W8A16, rows": (PACKED, packed(8), Form.EIGHT_BITS),
+    "W8A8": (
+        {"quant_method": "compressed-tensors", "format": "int-quantized"},
+        scaled("int", strategy="channel"),
+        Form.EIGHT_BITS,
+    ),
+    "W8A8, zero points": (
+        {"quant_method": "compressed-tensors", "format": "int-quantized"},
+        scaled("int", strategy="channel", symmetric=False),
+        Form.EIGHT_BITS,
+    ),
+    "NVFP4": (NVFP4, nvfp4, Form.HALVED),
+    "NVFP4 of ModelOpt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        modelopt_nvfp4,
+        Form.HALVED,
+    ),
+    "MXFP4": (
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+        mxfp4,
+        Form.FLOATS,
+    ),
+}
+GROUPED_SIZES = {"hidden_size": 256, "moe_intermediate_size": 128}
+ROUNDED_SCALES = 0.15
+"""The most that scales of 16 bits change logits by, which reach 11."""
+
+
+def load_grouped(folder: Path) -> CausalDecoder:
+    """Experts are as a GPU has them, and other matrices floats."""
+    checkpoint = open_checkpoint(folder)
+    model = build(checkpoint.config, ops=Ops(), make_experts=GroupLinears().experts)
+    load_weights(model, checkpoint)
+    checkpoint.close()
+    model.finalize()
+    return model
+
+
+def forms(model: CausalDecoder) -> set[Form | None]:
+    parts = [part for layer in layers(model) for part in (layer.gate_up, layer.down)]
+    assert all(isinstance(part, GroupExperts) for part in parts)
+    return {part._form for part in parts}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_mixture_in_groups_computes_as_its_twin(
+    name: str, tiny_model_dir: TinyModelDir, tmp_path: Path
+) -> None:
+    config, write, form = GROUPED[name]
+    source = tiny_model_dir("qwen3_moe", **GROUPED_SIZES)
+    folder, twin = quantize_folder(source, tmp_path / "m", config, write, EXPERTS_ALONE)
+    assert kept_form(folder) == "int8"
+    model = load_grouped(folder)
+    assert forms(model) == {form}
+    is_ordered = "order" in name
+    for layer in layers(model):
+        for part in (layer.gate_up, layer.down):
+            assert isinstance(part, GroupExperts) and (part.orders is not None) == is_ordered
+            bits = 8 * weight_bytes(part) / math.prod(part.shape)
+            at_most = {Form.EIGHT_BITS: 9.3, Form.FLOATS: 4.8}.get(form, 5.3)
+            assert bits < at_most + (0.3 if is_ordered else 0)
+    tokens = list(range(5, 25))
+    paged, exact = PagedModel(model), PagedModel(load(twin))
+    near = 1e-3 if form in (Form.HALVED, Form.FLOATS) else ROUNDED_SCALES
+    for rows in ([Row(0, 0, tokens)], [Row(0, len(tokens), [7])]):
+        found, expected = paged.step(rows)[0], exact.step(rows)[0]
+        # One token multiplies integers of 16 bits.
+        assert (found - expected).abs().max() < max(near, 0.01 if len(found) == 1 else 0)
+
+
+def test_a_shared_expert_in_floats_is_rounded_beside_nvfp4(
+    tiny_model_dir: TinyModelDir, tmp_path: Path
+) -> None:
+    source = tiny_model_dir("qwen3_5_moe_text", **FAMILIES["qwen3_5_moe_text"])
+    folder, twin = quantize_folder(source, tmp_path / "m", NVFP4, nvfp4, EXPERTS_ALONE)
+    weights, plain = (load_file(one / "model.safetensors") for one in (folder, twin))
+    for name in [name for name in weights if ".shared_expert." in name]:
+        del weights[name]
+    weights |= {name: plain[name] for name in plain if ".shared_expert." in name}
+    save_file(weights, folder / "model.safetensors")
+    model = load_grouped(folder)
+    assert forms(model) == {Form.EIGHT_BITS}
+    assert divergence(model, twin) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("NVFP4", "weight_scale"), ("NVFP4", "weight_global_scale"), ("MXFP4", "weight_scale")],
+)
+def test_scales_of_4_bits_that_are_no_numbers_are_named(
+    name: str, end: str, tiny_model_dir: TinyModelDir, tmp_path: Path
+) -> None:
+    config, write, _ = GROUPED[name]
+    source = tiny_model_dir("qwen3_moe", **GROUPED_SIZES)
+    folder, _ = quantize_folder(source, tmp_path / "m", config, write, EXPERTS_ALONE)
+    weights = load_file(folder / "model.safetensors")
+    tensor = f"{EXPERT}.{end}"
+    wrong = weights[tensor]
+    is_power = wrong.dtype == torch.uint8
+    wrong.view(torch.uint8 if is_power or end == "weight_scale" else torch.float32).view(-1)[0] = (
+        255 if is_power else 127 if end == "weight_scale" else float("nan")
+    )
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CorruptFileError, match=f"tensor {tensor} has NaN or infinite values"):
+        load_grouped(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("NVFP4", "weight_scale"), ("GPTQ", "scales"), ("AWQ", "qzeros"), ("W4A16", "weight_scale")],
+)
+def test_truncated_scales_are_named(
+    name: str, end: str, tiny_model_dir: TinyModelDir, tmp_path: Path
+) -> None:
+    config, write, _ = GROUPED[name]
+    source = tiny_model_dir("qwen3_moe", **GROUPED_SIZES)
+    folder, _ = quantize_folder(source, tmp_path / "m", config, write, EXPERTS_ALONE)
+    weights = load_file(folder / "model.safetensors")
+    weights[f"{EXPERT}.{end}"] = weights[f"{EXPERT}.{end}"][:-1].clone()
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CorruptFileError, match=re.escape(EXPERT)):
+        load_grouped(folder)
 
 
 def test_layers_that_a_file_has_in_floats_stay_so(stored: Callable[..., tuple[Path, Path]]) -> None:

@@ -32,6 +32,7 @@ from termgen.engine.device.kernels.moe.group_experts import (
     GroupWeights,
     fitting,
     group_product_kernel,
+    in_orders,
     multiply_lone,
 )
 from termgen.engine.device.kernels.moe.routing import LonePairs, PairTiles, route, sort_pairs
@@ -319,12 +320,14 @@ def run_routed(
         bias=gate_up_bias,
         clamp=clamp,
         weights=weights if weighs_inputs else None,
+        ids=ids,
         may_miss=may_miss,
         pdl=pdl,
     )
     y = multiply(
         *(activated, down, pairs, tiles.block_m, tiles.down),
         bias=down_bias,
+        ids=ids,
         may_miss=may_miss,
         pdl=pdl,
     )
@@ -356,17 +359,22 @@ def multiply(
     bias: torch.Tensor | None = None,  # [num_experts, rows]
     clamp: Clamp | None = None,
     weights: torch.Tensor | None = None,  # [num_pairs] float32, in any shape
+    ids: torch.Tensor | None = None,  # [num_pairs] int32, in any shape
     may_miss: bool = False,
     pdl: bool = True,
 ) -> torch.Tensor:
     """[num_pairs, rows]: each pair's row of x times its expert's weight. With an activation the
     rows of a weight are those of gate, then those of up, and the result is act(gate) * up. The
-    clamp, if any, takes the activation's place. weights: factors of each pair's row."""
+    clamp, if any, takes the activation's place. weights: factors of each pair's row. ids: each
+    pair's expert, for weights that have orders."""
     num_experts, n, k = weight.shape
     assert bias is None or (bias.shape == (num_experts, n) and bias.is_contiguous())
     assert x.is_contiguous() and x.shape[1] == k, (x.stride(), x.shape)
     if activation is not None:
         n //= 2
+    if isinstance(weight, GroupWeights) and weight.orders is not None:
+        assert ids is not None, "whose order a row is to have"
+        x, top_k = in_orders(x, ids, weight.orders, top_k=top_k, pdl=pdl), 1
     num_pairs, num_tiles = len(pairs.order), pairs.num_tiles
     out = torch.empty((num_pairs, n), dtype=x.dtype, device=x.device)
     product: dict[str, Any] = {

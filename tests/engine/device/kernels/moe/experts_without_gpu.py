@@ -23,7 +23,12 @@ from termgen.engine.device.kernels.moe.group_experts import GroupWeights
 
 NUM_EXPERTS, TOP_K = 16, 4
 SHARED_KIB = {80: 163, 89: 99, 90: 227}
-KERNELS = ("float8_product_kernel", "group_product_kernel", "lone_product_kernel")
+KERNELS = (
+    "float8_product_kernel",
+    "group_product_kernel",
+    "lone_product_kernel",
+    "_reorder_kernel",
+)
 
 target = GPUTarget("cuda", 90, 32)
 
@@ -42,7 +47,7 @@ class Compiled:
 
 
 def weights(form: str, num_rows: int, num_columns: int) -> Float8Weights | GroupWeights:
-    """form: fp8, fp8-blocks, int4, int8, mxfp4 or nvfp4."""
+    """form: fp8, fp8-blocks, int4, ordered, int8, mxfp4 or nvfp4."""
     num = NUM_EXPERTS
     if form.startswith("fp8"):
         groups = -(-num_columns // 256)
@@ -54,8 +59,12 @@ def weights(form: str, num_rows: int, num_columns: int) -> Float8Weights | Group
     words = torch.zeros(num, num_rows, groups * bits, dtype=torch.int32)
     pair_type = torch.int16 if form == "mxfp4" else torch.int32
     pairs = torch.zeros(num, -(-num_rows // rows), groups, rows, dtype=pair_type)
-    halved = {"is_halved": True} if form == "nvfp4" else {}
-    return GroupWeights(words, pairs, torch.zeros(num, num_rows), num_columns, bits, **halved)
+    orders = torch.zeros(num, num_columns, dtype=torch.int32) if form == "ordered" else None
+    return GroupWeights(
+        *(words, pairs, torch.zeros(num, num_rows), num_columns, bits),
+        is_halved=form == "nvfp4",
+        orders=orders,
+    )
 
 
 def made(
