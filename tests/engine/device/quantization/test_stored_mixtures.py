@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,19 @@ from triton_device import require_triton
 from termgen.config import EngineConfig
 from termgen.engine.device import kernels
 from termgen.engine.device.layers.ops import TorchOps
-from termgen.engine.device.loader import kept_form, load_model_config, open_checkpoint
+from termgen.engine.device.loader import (
+    are_apart,
+    as_stored,
+    kept_form,
+    load_model_config,
+    open_checkpoint,
+)
 from termgen.engine.device.loader.weights import load_weights
 from termgen.engine.device.models import registry
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.mlp import SparseMoe
+from termgen.engine.device.quantization.affine_blocks import GROUPS, ORDERED_GROUPS
+from termgen.engine.device.quantization.stored_matrices import FLOAT8_BLOCKS, FLOAT8_ROWS
 from termgen.engine.device.runner.memory import weight_bytes
 from termgen.engine.device.runner.resolve import resolve_quantization
 from termgen.errors import CorruptFileError
@@ -183,10 +192,11 @@ ROUNDED_SCALES = 0.15
 """The most that scales of 16 bits change logits by, which reach 11."""
 
 
-def load_grouped(folder: Path) -> CausalDecoder:
-    """Experts are as a GPU has them, and other matrices floats."""
+def load_grouped(folder: Path, *, is_apart: bool = False) -> CausalDecoder:
+    """Experts are as a GPU has them, and other matrices floats. is_apart: as the file has it."""
     checkpoint = open_checkpoint(folder)
-    model = build(checkpoint.config, ops=Ops(), make_experts=GroupLinears().experts)
+    config = as_stored(folder, checkpoint.config, "int8") if is_apart else checkpoint.config
+    model = build(config, ops=Ops(), make_experts=GroupLinears().experts)
     load_weights(model, checkpoint)
     checkpoint.close()
     model.finalize()
@@ -225,19 +235,87 @@ def test_a_mixture_in_groups_computes_as_its_twin(
         assert (found - expected).abs().max() < max(near, 0.01 if len(found) == 1 else 0)
 
 
-def test_a_shared_expert_in_floats_is_rounded_beside_nvfp4(
-    tiny_model_dir: TinyModelDir, tmp_path: Path
+@pytest.fixture
+def shared_floats(tiny_model_dir: TinyModelDir, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """A model whose expert of all tokens stays floats of its size."""
+
+    def make(config: dict[str, Any], write: Write) -> tuple[Path, Path]:
+        sizes = FAMILIES["qwen3_5_moe_text"]
+        source = tiny_model_dir("qwen3_5_moe_text", **sizes)
+        folder, twin = quantize_folder(source, tmp_path / "m", config, write, EXPERTS_ALONE)
+        weights, floats = (load_file(one / "model.safetensors") for one in (folder, source))
+        shared = {name: floats[name] for name in floats if ".shared_expert." in name}
+        kept = {name: t for name, t in weights.items() if ".shared_expert." not in name}
+        save_file(kept | shared, folder / "model.safetensors")
+        plain = load_file(twin / "model.safetensors")
+        save_file(plain | shared, twin / "model.safetensors")
+        return folder, twin
+
+    return make
+
+
+def test_a_shared_expert_in_floats_does_not_widen_the_others(
+    shared_floats: Callable[..., tuple[Path, Path]],
 ) -> None:
-    source = tiny_model_dir("qwen3_5_moe_text", **FAMILIES["qwen3_5_moe_text"])
-    folder, twin = quantize_folder(source, tmp_path / "m", NVFP4, nvfp4, EXPERTS_ALONE)
-    weights, plain = (load_file(one / "model.safetensors") for one in (folder, twin))
-    for name in [name for name in weights if ".shared_expert." in name]:
-        del weights[name]
-    weights |= {name: plain[name] for name in plain if ".shared_expert." in name}
-    save_file(weights, folder / "model.safetensors")
-    model = load_grouped(folder)
-    assert forms(model) == {Form.EIGHT_BITS}
-    assert divergence(model, twin) < 0.03
+    folder, twin = shared_floats(NVFP4, nvfp4)
+    model = load_grouped(folder, is_apart=True)
+    assert forms(model) == {Form.HALVED}
+    compare(model, twin)
+    rounded = load_grouped(folder)
+    assert forms(rounded) == {Form.EIGHT_BITS}
+    assert divergence(rounded, twin) < 0.03
+
+
+def test_a_shared_expert_in_floats_leaves_others_in_8_bits(
+    shared_floats: Callable[..., tuple[Path, Path]],
+) -> None:
+    folder, twin = shared_floats(*FORMATS["fp8, blocks"])
+    checkpoint = open_checkpoint(folder)
+    assert as_stored(folder, checkpoint.config, "int8") is checkpoint.config, "all are rounded"
+    config = as_stored(folder, checkpoint.config, "fp8")
+    assert config.moe is not None and config.moe.is_shared_apart
+    model = build(config, quantization="fp8", ops=Ops(), keeps_floats=True)
+    load_weights(model, checkpoint)
+    checkpoint.close()
+    model.finalize()
+    for layer in layers(model):
+        assert isinstance(layer.gate_up.weights, Float8Weights)  # type: ignore[union-attr]
+    compare(model, twin)
+
+
+def test_experts_that_are_all_alike_stay_together(
+    stored: Callable[..., tuple[Path, Path]],
+) -> None:
+    for family in ("qwen3_5_moe_text", "qwen3_moe"):
+        folder, twin = stored("fp8, blocks", family)
+        for path in (folder, twin):
+            config = load_model_config(path)
+            assert as_stored(path, config, "fp8") is config
+        shutil.rmtree(folder)
+        shutil.rmtree(twin)
+
+
+@pytest.mark.parametrize(
+    ("shared", "others", "quantization", "expected"),
+    [
+        (None, GROUPS, "int8", True),
+        (None, "Q4_K", "int8", True),
+        ("Q8_0", "Q4_K", "int8", True),
+        ("Q6_K", "Q5_K", "int8", False),
+        ("F16", "Q8_0", "int8", False),
+        ("BF16", "F32", "int8", False),
+        ("Q4_K", "Q4_0", "int8", False),
+        (ORDERED_GROUPS, GROUPS, "int8", False),
+        (None, "MXFP4", "int8", True),
+        (None, FLOAT8_ROWS, "fp8", True),
+        (FLOAT8_BLOCKS, FLOAT8_ROWS, "fp8", False),
+        (None, FLOAT8_ROWS, "int8", False),
+    ],
+)
+def test_which_forms_are_apart(
+    shared: str | None, others: str | None, quantization: str, expected: bool
+) -> None:
+    assert are_apart(shared, others, quantization) == expected
 
 
 @pytest.mark.parametrize(
