@@ -10,13 +10,18 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from termgen.engine.device.config.config_reader import ConfigReader
 from termgen.engine.device.config.model_config import ModelConfig, is_known
-from termgen.engine.device.config.stored_weights import KEYS, are_float8
+from termgen.engine.device.config.stored_weights import (
+    KEYS,
+    KeptGroups,
+    are_float8,
+    kept_groups,
+)
 from termgen.engine.gguf.gguf_file import GGUFFile
 from termgen.errors import ModelError
 from termgen.library.user_cache import UserCache, digest
@@ -28,7 +33,7 @@ FLOAT_TYPES = frozenset({"F32", "F16", "BF16", "F64"})
 OF_TRANSFORMERS = "run by the code of transformers, if that can"
 TEMPLATE_KEY = "tokenizer.chat_template"
 MAX_SETTINGS_BYTES = 1 << 24
-FORMAT = 4
+FORMAT = 5
 """Changes with what is kept."""
 _KEPT = UserCache("model-facts", most_entries=1000)
 
@@ -50,6 +55,8 @@ class ModelFacts:
     """Part of them that a step of one token reads."""
     four_bit_share: float = 0.0
     """Part of them that is in blocks of 4 bits which stay so in memory."""
+    is_rounded_on_cpu: bool = False
+    """True if a CPU rounds those to 8 bits."""
     is_in_blocks: bool = False
     """True if most of them are in quantised blocks."""
     layers_share: float = 1.0
@@ -110,13 +117,24 @@ def _read(path: Path, source: Path) -> ModelFacts:
             config = parse_config(raw, source)
             # Experts whose rows are columns in files become 16 bits.
             is_kept = config.moe is None or not config.moe.is_transposed
-            in_float8 = is_kept and are_float8(ConfigReader(_quantized_part(raw)))
-            return _of_config(config, quantization=kind, are_float8=in_float8, is_base=is_base)
+            part = ConfigReader(_quantized_part(raw))
+            in_float8, groups = is_kept and are_float8(part), kept_groups(part)
+            found = _of_config(config, quantization=kind, are_float8=in_float8, is_base=is_base)
+            return found if groups is None else _in_groups(found, groups)
         return _of_gguf(path)
     except ModelError as error:
         # the line shows the file already
         reason = str(error).removeprefix(f"{path}: ").removeprefix(f"{source}: ")
         return ModelFacts(problem=reason)
+
+
+def _in_groups(facts: ModelFacts, groups: KeptGroups) -> ModelFacts:
+    return replace(
+        facts,
+        is_in_blocks=True,
+        four_bit_share=facts.layers_share if groups.num_bits == 4 else 0.0,
+        is_rounded_on_cpu=groups.is_rounded_on_cpu,
+    )
 
 
 def _of_gguf(path: Path) -> ModelFacts:

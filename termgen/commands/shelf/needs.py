@@ -94,7 +94,9 @@ class Machine:
         if is_open and self.has_float8 and facts.are_float8:
             name = "fp8"
         if name == "int8":
-            bits = facts.four_bit_share * FOUR_BIT_BITS + (1 - facts.four_bit_share) * bits
+            is_rounded = self.device == "cpu" and facts.is_rounded_on_cpu
+            share = 0.0 if is_rounded else facts.four_bit_share
+            bits = share * FOUR_BIT_BITS + (1 - share) * bits
         elif name == "fp8":
             bits = facts.layers_share * FLOAT8_BITS + (1 - facts.layers_share) * FLOAT_BITS
         return name, bits

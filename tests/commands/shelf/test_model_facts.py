@@ -147,6 +147,51 @@ def test_folders_of_8_bit_floats(
     assert facts.layers_share == pytest.approx(1 - tables / facts.num_parameters)
 
 
+def groups(bits: int, size: int | None = 128, **options: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "group_size": size, **options}
+    return {"config_groups": {"group_0": {"weights": weights}}}
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "bits", "is_rounded"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, 4, True),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, None, False),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, 4, False),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128}, 4, False),
+        ({**COMPRESSED, **groups(4)}, 4, False),
+        ({**COMPRESSED, **groups(4, actorder="group")}, 4, True),
+        ({**COMPRESSED, **groups(8, None)}, 8, False),
+        ({**COMPRESSED, **groups(4, 24)}, None, False),
+        ({**COMPRESSED, "config_groups": [1]}, None, False),
+        ({**COMPRESSED, "format": "int-quantized", **groups(8, None)}, 8, False),
+        ({**COMPRESSED, "format": "nvfp4-pack-quantized"}, 4, True),
+        ({**COMPRESSED, "format": "mxfp4-pack-quantized"}, 4, False),
+        ({**COMPRESSED, "format": "float-quantized"}, None, False),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4, True),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, None, False),
+    ],
+)
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=["dense", "mixture"])
+def test_folders_of_groups(
+    tmp_path: Path,
+    config: dict[str, Any],
+    stored: dict[str, Any],
+    bits: int | None,
+    is_rounded: bool,
+) -> None:
+    facts = model_facts(put(tmp_path / "m", {**config, "quantization_config": stored}))
+    assert not facts.problem
+    assert facts.is_in_blocks == (bits is not None)
+    assert facts.four_bit_share == (facts.layers_share if bits == 4 else 0)
+    assert facts.is_rounded_on_cpu == is_rounded
+
+
 def test_other_architectures_are_left_to_transformers(tmp_path: Path) -> None:
     facts = model_facts(put(tmp_path / "m", {"architectures": ["GPT2LMHeadModel"]}))
     assert facts == ModelFacts(note=OF_TRANSFORMERS, quantization="16 bit", is_base=True)

@@ -7,7 +7,7 @@ of which size, the tensors themselves say: `loader.quantized_tensors` reads them
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from termgen.engine.device.config.config_reader import ConfigReader
 from termgen.errors import UnsupportedModelError
@@ -39,6 +39,9 @@ _FLOAT8_FORMATS = {
     "modelopt": "fp8",
 }
 """The formats in which matrices are 8-bit floats."""
+_INTEGER_FORMATS = ("pack-quantized", "int-quantized")
+_GROUP_COLUMNS = 32
+"""The columns of a group that stays so are a multiple."""
 FLOAT8_RUN, FLOAT8_COLUMNS = 16, 128
 """Rows and columns, of which those of a block are multiples."""
 
@@ -84,6 +87,60 @@ def are_float8(read: ConfigReader) -> bool:
     key = next(key for key in KEYS if read.get(key) is not None)
     form = _format(ConfigReader(read.get(key), prefix=key), stored.method).lower()
     return form == _FLOAT8_FORMATS.get(stored.method)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroups:
+    """Matrices of layers in integers with groups, or in floats of 4 bits, that stay so."""
+
+    num_bits: int
+    """4 or 8."""
+    is_rounded_on_cpu: bool = False
+    """True if a CPU rounds what a GPU keeps, to 8 bits."""
+
+
+def kept_groups(read: ConfigReader) -> KeptGroups | None:
+    """None for other weights, and for groups that become floats."""
+    stored = read_stored_weights(read)
+    if stored is None:
+        return None
+    key = next(key for key in KEYS if read.get(key) is not None)
+    own = ConfigReader(read.get(key), prefix=key)
+    form = _format(own, stored.method).lower()
+    if stored.method in ("awq", "gptq"):
+        size = own.get("group_size") or own.get("q_group_size")
+        found = _groups(own.get("bits") or own.get("w_bit"), size)
+        is_ordered = stored.method == "gptq" and own.get("desc_act") is True
+        return None if found is None else replace(found, is_rounded_on_cpu=is_ordered)
+    if form in ("nvfp4", "nvfp4-pack-quantized"):
+        return KeptGroups(4, is_rounded_on_cpu=True)
+    if form == "mxfp4-pack-quantized":
+        return KeptGroups(4)
+    if stored.method != "compressed-tensors" or form not in _INTEGER_FORMATS:
+        return None
+    made = [_groups_of(scheme) for scheme in _mapping(own.get("config_groups")).values()]
+    wide = [found for found in made if found is not None]
+    return max(wide, key=lambda found: found.num_bits) if wide and len(wide) == len(made) else None
+
+
+def _groups_of(scheme: object) -> KeptGroups | None:
+    weights = _mapping(_mapping(scheme).get("weights"))
+    found = _groups(weights.get("num_bits"), weights.get("group_size"))
+    is_ordered = weights.get("actorder") in ("group", True)
+    return None if found is None else replace(found, is_rounded_on_cpu=is_ordered)
+
+
+def _groups(bits: object, size: object) -> KeptGroups | None:
+    """size: columns of a group; none, or a negative number, for whole rows."""
+    if type(bits) is not int or not 0 < bits <= 8:
+        return None
+    if type(size) is int and size > 0 and size % _GROUP_COLUMNS:
+        return None
+    return KeptGroups(4 if bits <= 4 else 8)
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def check_stored_weights(read: ConfigReader, architecture: str) -> None:
