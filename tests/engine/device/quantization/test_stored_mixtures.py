@@ -458,3 +458,56 @@ def test_a_cpu_computes_them_in_8_bits(
     """Its kernels have integers alone."""
     folder, twin = stored("fp8, blocks")
     assert divergence(load(folder, quantization="int8"), twin) < 0.01
+
+
+def spread(folder: Path, twin: Path, model: CausalDecoder, chunks: list[int]) -> torch.Tensor:
+    """Nats between a model and its twin in float32, at each position in rising order. Few positions
+    have other experts, where two are nearly as good."""
+    checkpoint = open_checkpoint(twin)
+    exact = build(checkpoint.config, device=model.device)
+    load_weights(exact, checkpoint)
+    checkpoint.close()
+    exact.finalize()
+    ids = torch.randint(0, 512, (sum(chunks),), generator=torch.Generator().manual_seed(5)).tolist()
+    found = []
+    for one in (model, exact):
+        paged, at, rows = PagedModel(one, num_blocks=200, dtype=one.dtype), 0, []
+        for length in chunks:
+            rows.append(paged.step([Row(0, at, ids[at : at + length])])[0])
+            at += length
+        found.append(torch.cat(rows).double().log_softmax(-1))
+    return (found[1].exp() * (found[1] - found[0])).sum(-1).sort().values
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("name", [*FORMATS, *GROUPED])
+def test_some_hundred_positions_on_a_gpu(
+    name: str, family: str, tiny_model_dir: TinyModelDir, tmp_path: Path
+) -> None:
+    """Unsorted pairs, sorted ones in several cuts, and steps of one token."""
+    from termgen.engine.device.layers.triton_ops import TritonOps
+
+    config, write = (FORMATS.get(name) or GROUPED[name])[:2]
+    sizes = GROUPED_SIZES if family == "qwen3_moe" else FAMILIES[family]
+    source = tiny_model_dir(family, **sizes)
+    folder, twin = quantize_folder(source, tmp_path / "m", config, write, EXPERTS_ALONE)
+    checkpoint = open_checkpoint(folder)
+    made = build(
+        checkpoint.config,
+        dtype=torch.float16,
+        device=torch.device("cuda"),
+        quantization="fp8",
+        ops=TritonOps(),
+        make_experts=None if name in FORMATS else GroupLinears().experts,
+        keeps_floats=True,
+    )
+    load_weights(made, checkpoint)
+    checkpoint.close()
+    made.finalize()
+    nats = spread(folder, twin, made, [300, 64, 16, 4, *[1] * 40])
+    print(
+        f"{name}: {nats.median():.1e} nats, of nine tenths at most {nats[len(nats) * 9 // 10]:.1e}"
+    )
+    assert nats.median() < 1e-3
+    assert nats[len(nats) * 9 // 10] < 0.02
