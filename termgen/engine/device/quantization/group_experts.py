@@ -70,6 +70,10 @@ class GroupExperts(ExpertList):
     def _loaders(self) -> Sequence[_Matrix]:
         return self._matrices
 
+    @property
+    def form(self) -> Form | None:
+        return self._form
+
     def finalize(self) -> None:
         assert self._form is not None, "no matrix was loaded"
         self.weights.check()

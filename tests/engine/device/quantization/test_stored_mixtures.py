@@ -8,11 +8,12 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from paged_model import PagedModel, Row, build, load
+from paged_model import CPU, PagedModel, Row, build, load
 from quantized_weights import (
     MODULES,
     Write,
@@ -32,6 +33,7 @@ from triton_device import require_triton
 
 from termgen.config import EngineConfig
 from termgen.engine.device import kernels
+from termgen.engine.device.layers.linear import Build, FloatLinear
 from termgen.engine.device.layers.ops import TorchOps
 from termgen.engine.device.loader import (
     are_apart,
@@ -44,10 +46,13 @@ from termgen.engine.device.loader.weights import load_weights
 from termgen.engine.device.models import registry
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.mlp import SparseMoe
+from termgen.engine.device.models.rehearsal import weights_of
+from termgen.engine.device.native.int8_blocks import quantize_rows
 from termgen.engine.device.quantization.affine_blocks import GROUPS, ORDERED_GROUPS
 from termgen.engine.device.quantization.stored_matrices import FLOAT8_BLOCKS, FLOAT8_ROWS
 from termgen.engine.device.runner.memory import weight_bytes
 from termgen.engine.device.runner.resolve import resolve_quantization
+from termgen.engine.device.runner.warm_up import _expert_steps
 from termgen.errors import CorruptFileError
 
 require_triton()
@@ -366,6 +371,35 @@ def test_layers_that_a_file_has_in_floats_stay_so(stored: Callable[..., tuple[Pa
     compare(model, twin)
 
 
+def test_a_start_rehearses_each_form_of_experts(
+    stored: Callable[..., tuple[Path, Path]],
+) -> None:
+    folder, twin = stored("fp8, blocks", floats="model.layers.0.")
+
+    def num_runs(model: CausalDecoder) -> int:
+        runner: Any = SimpleNamespace(
+            **{"model": model, "config": model.config, "dtype": model.dtype, "device": CPU},
+            buffers=SimpleNamespace(input_ids=torch.zeros(4)),
+        )
+        steps = list(_expert_steps(runner))
+        for step in steps:
+            step()
+        return len(steps)
+
+    model = load(folder, quantization="fp8", ops=Ops(), keeps_floats=True)
+    assert num_runs(model) == 2 * 3, "of 1, 2 and 4 tokens"
+    assert num_runs(load(twin, ops=Ops())) == 3
+    shape, made = (1, 32, 64), []
+    for is_nvfp4 in (False, True):
+        experts = GroupLinears().experts(shape, Build(torch.float32, CPU, FloatLinear, Ops()))
+        if is_nvfp4:
+            experts.keep(0, made[0].stored(0), is_halved=True)
+        else:
+            experts.keep(0, quantize_rows(torch.randn(32, 64), 4))
+        made.append(experts)
+    assert made[0].words.shape == made[1].words.shape and weights_of(made[0]) != weights_of(made[1])
+
+
 def test_one_expert_in_floats_makes_its_layer_floats(
     stored: Callable[..., tuple[Path, Path]],
 ) -> None:
@@ -511,3 +545,19 @@ def test_some_hundred_positions_on_a_gpu(
     )
     assert nats.median() < 1e-3
     assert nats[len(nats) * 9 // 10] < 0.02
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "gpt_oss", "gemma4_moe"])
+def test_other_families_of_floats(family: str, tiny_model_dir: TinyModelDir) -> None:
+    """Experts that lie in one tensor, with biases or clamps, and beside an MLP."""
+    folder = tiny_model_dir(family)
+    kept = load(folder, quantization="fp8", ops=Ops(), keeps_floats=True)
+    for layer in layers(kept):
+        assert isinstance(layer.gate_up.weights, torch.Tensor)  # type: ignore[union-attr]
+    tokens = [Row(0, 0, list(range(5, 25)))]
+    found, expected = (PagedModel(one).step(tokens)[0] for one in (kept, load(folder)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-4)
+    rounded = load(folder, quantization="fp8", ops=Ops())
+    for layer in layers(rounded):
+        assert isinstance(layer.down.weights, Float8Weights)  # type: ignore[union-attr]
+    assert 1e-6 < divergence(rounded, folder) < 0.2
