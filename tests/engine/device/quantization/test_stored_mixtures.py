@@ -52,6 +52,7 @@ from termgen.engine.device.quantization.affine_blocks import GROUPS, ORDERED_GRO
 from termgen.engine.device.quantization.stored_matrices import FLOAT8_BLOCKS, FLOAT8_ROWS
 from termgen.engine.device.runner.memory import weight_bytes
 from termgen.engine.device.runner.resolve import resolve_quantization
+from termgen.engine.device.runner.tuning import planned_shapes
 from termgen.engine.device.runner.warm_up import _expert_steps
 from termgen.errors import CorruptFileError
 
@@ -286,6 +287,12 @@ def test_a_shared_expert_in_floats_leaves_others_in_8_bits(
     for layer in layers(model):
         assert isinstance(layer.gate_up.weights, Float8Weights)  # type: ignore[union-attr]
     compare(model, twin)
+    # What is measured are its layers, and not those of experts.
+    sizes = [
+        {(shape.n, shape.k) for shape in planned_shapes(one, torch.device("cuda:0"), "fp8")}
+        for one in (folder, twin)
+    ]
+    assert (2 * 64, 256) in sizes[0] - sizes[1]
 
 
 def test_experts_that_are_all_alike_stay_together(
