@@ -289,7 +289,7 @@ def float8_case(family_case: FamilyCase, tmp_path_factory: pytest.TempPathFactor
     pytest.importorskip("triton")
     from safetensors.torch import load_file, save_file
 
-    from termgen.engine.device.quantization.float8 import round_rows
+    from termgen.engine.device.quantization.float8_rows import round_rows
 
     @functools.cache
     def make(family: str) -> tuple[Path, list[list[int]], GreedyReference]:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from termgen.engine.device.config.config_reader import ConfigReader
 from termgen.engine.device.config.model_config import ModelConfig, is_known
 from termgen.engine.device.config.stored_weights import (
     KEYS,
-    KeptNumbers,
+    KeptGroups,
     are_float8,
-    kept_numbers,
+    kept_groups,
 )
 from termgen.engine.gguf.gguf_file import GGUFFile
 from termgen.errors import ModelError
@@ -29,8 +29,6 @@ from termgen.vocabulary.cache_groups import most_keys
 
 FOUR_BIT_TYPES = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 """Types of GGUF blocks that stay what they are in memory."""
-MOST_OF_FOUR = 4
-"""Bits of numbers in groups, up to which they are kept in 4."""
 FLOAT_TYPES = frozenset({"F32", "F16", "BF16", "F64"})
 OF_TRANSFORMERS = "run by the code of transformers, if that can"
 TEMPLATE_KEY = "tokenizer.chat_template"
@@ -57,10 +55,10 @@ class ModelFacts:
     """Part of them that a step of one token reads."""
     four_bit_share: float = 0.0
     """Part of them that is in blocks of 4 bits which stay so in memory."""
+    is_rounded_on_cpu: bool = False
+    """True if a CPU rounds those to 8 bits."""
     is_in_blocks: bool = False
     """True if most of them are in quantised blocks."""
-    blocks_on_gpu_alone: bool = False
-    """True if a CPU rounds these blocks to 8 bits."""
     layers_share: float = 1.0
     """Part of them that is neither in tables of embeddings nor in heads."""
     are_float8: bool = False
@@ -117,11 +115,12 @@ def _read(path: Path, source: Path) -> ModelFacts:
             if not is_known(raw):
                 return ModelFacts(note=OF_TRANSFORMERS, quantization=kind, is_base=is_base)
             config = parse_config(raw, source)
-            in_float8 = config.moe is None and are_float8(ConfigReader(_quantized_part(raw)))
-            blocks = _blocks_of(config, kept_numbers(ConfigReader(_quantized_part(raw))))
-            return _of_config(
-                config, quantization=kind, are_float8=in_float8, is_base=is_base, **blocks
-            )
+            # Experts whose rows are columns in files become 16 bits.
+            is_kept = config.moe is None or not config.moe.is_transposed
+            part = ConfigReader(_quantized_part(raw))
+            in_float8, groups = is_kept and are_float8(part), kept_groups(part)
+            found = _of_config(config, quantization=kind, are_float8=in_float8, is_base=is_base)
+            return found if groups is None else _in_groups(found, groups)
         return _of_gguf(path)
     except ModelError as error:
         # the line shows the file already
@@ -129,19 +128,13 @@ def _read(path: Path, source: Path) -> ModelFacts:
         return ModelFacts(problem=reason)
 
 
-def _blocks_of(config: ModelConfig, kept: KeptNumbers | None) -> dict[str, Any]:
-    """The facts about blocks of a folder whose layers' matrices are quantised."""
-    if kept is None:
-        return {}
-    total = max(config.num_parameters, 1)
-    share = 1.0 - _in_tables(config) / total
-    if kept.on_gpu_alone:
-        share -= _routed(config) / total
-    return {
-        "four_bit_share": share if kept.num_bits <= MOST_OF_FOUR else 0.0,
-        "is_in_blocks": share > 1 / 2,
-        "blocks_on_gpu_alone": kept.on_gpu_alone,
-    }
+def _in_groups(facts: ModelFacts, groups: KeptGroups) -> ModelFacts:
+    return replace(
+        facts,
+        is_in_blocks=True,
+        four_bit_share=facts.layers_share if groups.num_bits == 4 else 0.0,
+        is_rounded_on_cpu=groups.is_rounded_on_cpu,
+    )
 
 
 def _of_gguf(path: Path) -> ModelFacts:

@@ -94,7 +94,7 @@ class Machine:
         if is_open and self.has_float8 and facts.are_float8:
             name = "fp8"
         if name == "int8":
-            is_rounded = facts.blocks_on_gpu_alone and self.device == "cpu"
+            is_rounded = self.device == "cpu" and facts.is_rounded_on_cpu
             share = 0.0 if is_rounded else facts.four_bit_share
             bits = share * FOUR_BIT_BITS + (1 - share) * bits
         elif name == "fp8":

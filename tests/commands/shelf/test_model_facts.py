@@ -135,7 +135,7 @@ def test_a_damaged_config_is_a_problem(tmp_path: Path, content: str) -> None:
         (LLAMA, {"quant_method": "compressed-tensors", "format": "float-quantized"}, True),
         (LLAMA, {"quant_method": "compressed-tensors", "format": "pack-quantized"}, False),
         (LLAMA, {"quant_method": "awq", "version": "gemm"}, False),
-        (MIXTRAL, {"quant_method": "fp8"}, False),
+        (MIXTRAL, {"quant_method": "fp8"}, True),
     ],
 )
 def test_folders_of_8_bit_floats(
@@ -147,62 +147,56 @@ def test_folders_of_8_bit_floats(
     assert facts.layers_share == pytest.approx(1 - tables / facts.num_parameters)
 
 
-SMALL_TABLES = {"vocab_size": 100}
-GROUPS_OF_32 = {"num_bits": 4, "type": "int", "group_size": 32}
+def groups(bits: int, size: int | None = 128, **options: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "group_size": size, **options}
+    return {"config_groups": {"group_0": {"weights": weights}}}
 
 
-def packed(*groups: dict[str, Any], form: str = "pack-quantized") -> dict[str, Any]:
-    weights = {f"group_{i}": {"weights": group} for i, group in enumerate(groups)}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": weights}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
 @pytest.mark.parametrize(
-    ("stored", "four_bits", "in_blocks", "on_gpu_alone"),
+    ("stored", "bits", "is_rounded"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, True, True, False),
-        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, False, True, False),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 48}, False, False, False),
-        ({"quant_method": "gptq", "bits": 4, "group_size": "32"}, False, False, False),
-        ({"quant_method": "gptq", "bits": True, "group_size": 32}, False, False, False),
-        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, True, True, True),
-        ({"quant_method": "awq", "version": "gemm"}, True, True, False),
-        (packed(GROUPS_OF_32), True, True, False),
-        (packed(GROUPS_OF_32, {**GROUPS_OF_32, "num_bits": 8}), False, True, False),
-        (packed({**GROUPS_OF_32, "actorder": "dynamic"}), True, True, True),
-        (packed({**GROUPS_OF_32, "actorder": "static"}), True, True, False),
-        (packed({**GROUPS_OF_32, "type": "float"}, form="mixed-precision"), False, False, False),
-        (packed(), False, False, False),
-        ({**packed(), "config_groups": [4]}, False, False, False),
-        (packed({"num_bits": 4, "type": "float"}, form="nvfp4-pack-quantized"), True, True, True),
-        (packed({"num_bits": 4}, form="mxfp4-pack-quantized"), False, False, False),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, True, True, True),
-        ({"quant_method": "fp8"}, False, False, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, 4, True),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, None, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "32"}, None, False),
+        ({"quant_method": "gptq", "bits": True, "group_size": 32}, None, False),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, 4, False),
+        ({"quant_method": "awq", "version": "gemm"}, 4, False),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128}, 4, False),
+        ({**COMPRESSED, **groups(4)}, 4, False),
+        ({**COMPRESSED, **groups(4, actorder="group")}, 4, True),
+        ({**COMPRESSED, **groups(4, actorder="dynamic")}, 4, True),
+        ({**COMPRESSED, **groups(4, actorder="static")}, 4, False),
+        ({**COMPRESSED, **groups(4, type="float")}, None, False),
+        ({**COMPRESSED, "format": "mixed-precision", **groups(8)}, 8, False),
+        ({**COMPRESSED, **groups(8, None)}, 8, False),
+        ({**COMPRESSED, **groups(4, 24)}, None, False),
+        ({**COMPRESSED, "config_groups": [1]}, None, False),
+        ({**COMPRESSED, "format": "int-quantized", **groups(8, None)}, 8, False),
+        ({**COMPRESSED, "format": "nvfp4-pack-quantized"}, 4, True),
+        ({**COMPRESSED, "format": "mxfp4-pack-quantized"}, 4, False),
+        ({**COMPRESSED, "format": "float-quantized"}, None, False),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4, True),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, None, False),
     ],
 )
-def test_folders_of_numbers_in_groups(
-    tmp_path: Path, stored: dict[str, Any], four_bits: bool, in_blocks: bool, on_gpu_alone: bool
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=["dense", "mixture"])
+def test_folders_of_groups(
+    tmp_path: Path,
+    config: dict[str, Any],
+    stored: dict[str, Any],
+    bits: int | None,
+    is_rounded: bool,
 ) -> None:
-    config = {**LLAMA, **SMALL_TABLES, "quantization_config": stored}
-    facts = model_facts(put(tmp_path / "m", config))
+    facts = model_facts(put(tmp_path / "m", {**config, "quantization_config": stored}))
     assert not facts.problem
-    assert facts.four_bit_share == pytest.approx(facts.layers_share if four_bits else 0.0)
-    assert facts.is_in_blocks == in_blocks and facts.blocks_on_gpu_alone == on_gpu_alone
-    # Most of a model's numbers have to be in groups.
-    large = model_facts(put(tmp_path / "large", {**config, "vocab_size": 1000}))
-    assert large.layers_share < 0.5 and not large.is_in_blocks
-
-
-def test_experts_in_floats_of_4_bits_are_rounded(tmp_path: Path) -> None:
-    for method, share in (
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.0),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 1.0),
-    ):
-        config = {**MIXTRAL, **SMALL_TABLES, "quantization_config": method}
-        facts = model_facts(put(tmp_path / str(share), config))
-        experts = facts.experts_share
-        assert experts > 0.8 and facts.is_in_blocks == bool(share)
-        expected = facts.layers_share - (1 - share) * experts
-        assert facts.four_bit_share == pytest.approx(expected)
+    assert facts.is_in_blocks == (bits is not None)
+    assert facts.four_bit_share == (facts.layers_share if bits == 4 else 0)
+    assert facts.is_rounded_on_cpu == is_rounded
 
 
 def test_other_architectures_are_left_to_transformers(tmp_path: Path) -> None:

@@ -86,6 +86,15 @@ def test_8_bit_floats_stay_so_where_a_gpu_has_them(
     assert asked.needs(None, None, 16).weights_bytes == 9
 
 
+def test_a_cpu_rounds_some_4_bits_to_8() -> None:
+    facts = replace(FACTS, four_bit_share=0.9, is_rounded_on_cpu=True)
+    bits = {
+        device: machine(device).needs(facts, Path("folder"), 5 * GB).weights_bytes * 8 / (8 * GB)
+        for device in ("cpu", "cuda:0")
+    }
+    assert bits == {"cpu": 9, "cuda:0": pytest.approx(0.9 * 5 + 0.1 * 9)}
+
+
 def test_a_shorter_context_and_no_facts() -> None:
     needs = machine(max_model_len=100).needs(FACTS, Path("m.gguf"), 5 * GB)
     assert needs.context == 100 and needs.kv_bytes == 10 * 2048 * 100 * 4

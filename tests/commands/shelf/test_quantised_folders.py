@@ -72,10 +72,10 @@ CASES: dict[str, tuple[dict[str, Any], Write, float, float]] = {
     ),
     "8 bits packed": (integers(num_bits=8), packed(8, group=32), EIGHT, EIGHT),
     "8 bits": (
-        {**CT, "format": "int-quantized"},
+        {**integers(num_bits=8, group_size=None, strategy="channel"), "format": "int-quantized"},
         scaled("int", strategy="channel"),
         EIGHT,
-        16,
+        EIGHT,
     ),
     "NVFP4": ({**CT, "format": "nvfp4-pack-quantized"}, nvfp4, EIGHT, FOUR),
     "NVFP4 of ModelOpt": (

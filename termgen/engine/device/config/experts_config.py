@@ -72,11 +72,15 @@ class MoeConfig:
     """True if a checkpoint has the matrices of all experts in one tensor, [num_experts, in,
     out]."""
 
+    is_shared_apart: bool = False
+    """True if the expert of all tokens is not kept with the others, though of their size."""
+
     @property
     def has_shared_of_same_size(self) -> bool:
         """True if the expert of all tokens has the shape of the others: it is kept as the last of
         them then, and the row of its gate as the last of the router's."""
-        return self.shared_intermediate_size == self.intermediate_size
+        is_alike = self.shared_intermediate_size == self.intermediate_size
+        return is_alike and not self.is_shared_apart
 
 
 def qwen3_moe_experts(read: ConfigReader, num_layers: int) -> MoeConfig:

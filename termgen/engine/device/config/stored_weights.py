@@ -7,7 +7,7 @@ of which size, the tensors themselves say: `loader.quantized_tensors` reads them
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from termgen.engine.device.config.config_reader import ConfigReader
 from termgen.errors import UnsupportedModelError
@@ -39,8 +39,9 @@ _FLOAT8_FORMATS = {
     "modelopt": "fp8",
 }
 """The formats in which matrices are 8-bit floats."""
-GROUP_COLUMNS = 32
-"""Columns, of which those of a group of integers that stay what they are are multiples."""
+_INTEGER_FORMATS = ("pack-quantized", "int-quantized", "mixed-precision")
+_GROUP_COLUMNS = 32
+"""The columns of a group that stays so are a multiple."""
 FLOAT8_RUN, FLOAT8_COLUMNS = 16, 128
 """Rows and columns, of which those of a block are multiples."""
 
@@ -89,60 +90,60 @@ def are_float8(read: ConfigReader) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptNumbers:
-    """Numbers of layers' matrices that stay what they are in memory."""
+class KeptGroups:
+    """Matrices of layers in integers with groups, or in floats of 4 bits, that stay so."""
 
     num_bits: int
-    on_gpu_alone: bool = False
-    """True if a CPU rounds them, and experts are rounded anywhere."""
+    """4 or 8."""
+    is_rounded_on_cpu: bool = False
+    """True if a CPU rounds what a GPU keeps, to 8 bits."""
 
 
-def kept_numbers(read: ConfigReader) -> KeptNumbers | None:
-    """What config.json says of integers in groups and of floats of 4 bits; None where there are
-    none that stay. The tensors decide: this is for an estimate without them."""
+def kept_groups(read: ConfigReader) -> KeptGroups | None:
+    """None for other weights, and for groups that become floats."""
     stored = read_stored_weights(read)
-    if stored is None or stored.method == MXFP4:
+    if stored is None:
         return None
     key = next(key for key in KEYS if read.get(key) is not None)
     own = ConfigReader(read.get(key), prefix=key)
     form = _format(own, stored.method).lower()
-    if form.startswith("nvfp4"):
-        return KeptNumbers(4, on_gpu_alone=True)
     if stored.method in ("awq", "gptq"):
-        sizes = own.present()
-        bits_of = sizes.get("bits", sizes.get("w_bit", 4))
-        groups: list[Mapping[str, object]] = [
-            {"num_bits": bits_of, "group_size": sizes.get("group_size", sizes.get("q_group_size"))}
-        ]
-        is_sorted = stored.method == "gptq" and own.get("desc_act") is True
-    elif form in ("pack-quantized", "mixed-precision"):
-        groups = [_weights_of(group) for group in _values(own.get("config_groups"))]
-        is_sorted = any(group.get("actorder") in ("dynamic", "group") for group in groups)
-    else:
+        size = own.get("group_size") or own.get("q_group_size")
+        found = _groups(own.get("bits") or own.get("w_bit") or 4, size)
+        is_ordered = stored.method == "gptq" and own.get("desc_act") is True
+        return None if found is None else replace(found, is_rounded_on_cpu=is_ordered)
+    if form in ("nvfp4", "nvfp4-pack-quantized"):
+        return KeptGroups(4, is_rounded_on_cpu=True)
+    if form == "mxfp4-pack-quantized":
+        return KeptGroups(4)
+    if stored.method != "compressed-tensors" or form not in _INTEGER_FORMATS:
         return None
-    bits = [group.get("num_bits") for group in groups]
-    known = [n for n in bits if type(n) is int and 0 < n <= 8]
-    if not known or len(known) < len(bits) or not all(map(_is_even, groups)):
+    made = [_groups_of(scheme) for scheme in _mapping(own.get("config_groups")).values()]
+    wide = [found for found in made if found is not None]
+    return max(wide, key=lambda found: found.num_bits) if wide and len(wide) == len(made) else None
+
+
+def _groups_of(scheme: object) -> KeptGroups | None:
+    weights = _mapping(_mapping(scheme).get("weights"))
+    if weights.get("type", "int") != "int":
         return None
-    return KeptNumbers(max(known), on_gpu_alone=is_sorted)
+    found = _groups(weights.get("num_bits"), weights.get("group_size"))
+    is_ordered = weights.get("actorder") in ("group", "dynamic", True)
+    return None if found is None else replace(found, is_rounded_on_cpu=is_ordered)
 
 
-def _values(groups: object) -> list[object]:
-    return list(groups.values()) if isinstance(groups, Mapping) else []
+def _groups(bits: object, size: object) -> KeptGroups | None:
+    """size: columns of a group; none, or a negative number, for whole rows."""
+    if type(bits) is not int or not 0 < bits <= 8:
+        return None
+    is_whole = type(size) is int and (size < 0 or size % _GROUP_COLUMNS == 0)
+    if size is not None and not is_whole:
+        return None
+    return KeptGroups(4 if bits <= 4 else 8)
 
 
-def _weights_of(group: object) -> Mapping[str, object]:
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    return weights if isinstance(weights, Mapping) else {}
-
-
-def _is_even(group: Mapping[str, object]) -> bool:
-    """True for integers in groups of whole blocks of columns, or with a scale for each row."""
-    size = group.get("group_size")
-    if group.get("type", "int") != "int":
-        return False
-    is_whole = type(size) is int and size > 0 and size % GROUP_COLUMNS == 0
-    return is_whole or size is None or size == -1
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def check_stored_weights(read: ConfigReader, architecture: str) -> None:

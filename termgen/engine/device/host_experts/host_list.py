@@ -12,7 +12,7 @@ from termgen.engine.device.native.int8_blocks import Int8Blocks, Quantized
 from termgen.engine.device.quantization.gathered_rows import RoundedLinear
 from termgen.engine.device.quantization.group_experts import Form, form_of
 
-_CARD_BITS = {Form.EIGHT_BITS: 9.0, Form.FOUR_BITS: 5.0, Form.FLOATS: 4.5}
+_CARD_BITS = {Form.EIGHT_BITS: 9.0, Form.FOUR_BITS: 5.0, Form.FLOATS: 4.5, Form.HALVED: 5.0}
 """Bits that a weight takes on a GPU."""
 _PART_NUMBERS = 2**26
 """Numbers of a matrix that are rounded at a time, on the GPU."""

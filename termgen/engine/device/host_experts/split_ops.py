@@ -70,7 +70,7 @@ def run_split(
         num_experts=places.num_ids,
         top_k=top_k,
         itemsize=x.element_size(),
-        groups=places.gate_up.weights,
+        stored=places.gate_up.weights,
     )
     out = run_routed(
         *(x, slots, weights),

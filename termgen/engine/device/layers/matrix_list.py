@@ -40,6 +40,11 @@ class ExpertList(nn.Module):
             num_columns, num_rows, build.dtype, build.device, is_looked_up=False
         )
 
+    @property
+    def form(self) -> object:
+        """What kernels know of the matrices beside the types and shapes of tensors."""
+        return None
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -60,6 +65,11 @@ class ExpertList(nn.Module):
     def kinds(self) -> frozenset[str]:
         """Kinds of stored blocks that `load_stored` keeps."""
         return self._loaders[0].kinds
+
+    @property
+    def transposed_kinds(self) -> frozenset[str]:
+        """Those that come as rows [out, in] from a file that has numbers as [in, out]."""
+        return self.kinds
 
     def load_stored(self, expert: int, rows: StoredRows, first_row: int = 0) -> None:
         """Store rows of an expert's matrix as a file has them."""

@@ -23,7 +23,6 @@ from termgen.engine.device.kernels.gemm.small_gemm_config import (
 from termgen.engine.device.kernels.gemm.small_gemm_table import MEASURED
 from termgen.engine.device.kernels.kv_cache import LayerScales
 from termgen.engine.device.kernels.moe.experts import Weights, experts
-from termgen.engine.device.kernels.moe.group_experts import GroupWeights
 from termgen.engine.device.kernels.rows.gated_activation import (
     activated_product,
     gated_activation,
@@ -92,7 +91,7 @@ class TritonOps:
 
 class StoredWeights(Protocol):
     @property
-    def weights(self) -> GroupWeights: ...
+    def weights(self) -> Weights: ...
 
 
 def _weights(matrices: torch.Tensor | StoredWeights) -> Weights:

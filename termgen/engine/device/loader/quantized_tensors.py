@@ -22,6 +22,8 @@ from termgen.engine.device.quantization.affine_blocks import (
     GROUPS_BLOCK,
     ORDERED_GROUPS,
 )
+from termgen.engine.device.quantization.mxfp4 import BLOCK, NO_POWER, with_scales
+from termgen.engine.device.quantization.mxfp4 import KIND as MXFP4
 from termgen.engine.device.quantization.stored_matrices import (
     FLOAT8_RUN,
     NVFP4,
@@ -39,7 +41,7 @@ from termgen.engine.device.quantization.stored_matrices import (
 from termgen.errors import CorruptFileError
 
 FLOATS_8 = ("F8_E4M3", "F8_E5M2")
-_KEPT_FLOATS = "F8_E4M3"
+_KEPT_FLOATS, _POWERS, _SIGNED = "F8_E4M3", "U8", "I8"
 TYPES = {"F8_E8M0": 1, **dict.fromkeys(FLOATS_8, 1), "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 """Types in which quantised weights are stored, and their bytes."""
 PART_NUMBERS = 2**22
@@ -85,10 +87,9 @@ class QuantizedTensor:
         if (groups := tensors.get("g_idx", tensors.get("weight_g_idx"))) is not None:
             self._check_groups(groups, tensors)
         num_rows, num_columns = self.matrix.shape
-        for expert in range(self.num_experts or 0):
-            own = {role: tensor[expert] for role, tensor in tensors.items()}
-            yield self.matrix.rows(own, 0, num_rows)[None]
         if self.num_experts is not None:
+            for own in self._matrices(tensors):
+                yield self.matrix.rows(own, 0, num_rows)[None]
             return
         step = max(1, PART_NUMBERS // num_columns)
         for first in range(0, num_rows, step):
@@ -115,10 +116,14 @@ class QuantizedTensor:
 
     def kind(self, read: Read) -> str | None:
         """The kind of rows that `stored` gives; None if there are only numbers to be had."""
+        if isinstance(self.matrix, ScaledNumbers) and self.dtype == _SIGNED:
+            return GROUPS if self.num_experts is None and self.matrix.has_groups else None
         if isinstance(self.matrix, ScaledNumbers):
             is_kept = self.dtype == _KEPT_FLOATS and "zero_point" not in self.members
-            return self.matrix.float8_kind if is_kept and self.num_experts is None else None
+            return self.matrix.float8_kind if is_kept else None
         if isinstance(self.matrix, FourBitFloats):
+            if self.dtype == _POWERS:
+                return MXFP4
             num_columns = self.matrix.shape[1]
             is_whole = self.dtype == _KEPT_FLOATS and num_columns % NVFP4_COLUMNS == 0
             return NVFP4 if is_whole else None
@@ -127,15 +132,15 @@ class QuantizedTensor:
 
     def stored(self, read: Read) -> Iterator[StoredRows]:
         """Some rows at a time, of a matrix of some kind."""
-        if isinstance(self.matrix, ScaledNumbers):
+        if isinstance(self.matrix, ScaledNumbers) and self.dtype != _SIGNED:
             yield from self._floats8(self.matrix, read)
             return
         if isinstance(self.matrix, FourBitFloats):
             yield from self._floats4(self.matrix, read)
             return
-        assert isinstance(self.matrix, PackedRows | PackedColumns)
+        assert isinstance(self.matrix, ScaledNumbers | PackedRows | PackedColumns)
         order = None
-        if self._groups_kind(read) == ORDERED_GROUPS:
+        if self.kind(read) == ORDERED_GROUPS:
             groups = self._groups(read)
             assert groups is not None
             order = groups.argsort(stable=True)
@@ -151,25 +156,42 @@ class QuantizedTensor:
         num_rows, num_columns = matrix.shape
         step = max(1, PART_NUMBERS // num_columns // FLOAT8_RUN) * FLOAT8_RUN
         is_number = bool(tensors["scale"].float().isfinite().all())
-        for first in range(0, num_rows, step):
-            last = min(first + step, num_rows)
-            # Products take all bits for numbers.
-            bits = tensors["weight"][first:last].view(torch.uint8) & 127
-            if not is_number or bool((bits == 127).any()):
-                name = self.members["weight" if is_number else "scale"]
-                raise CorruptFileError(f"tensor {name} has NaN or infinite values")
-            yield matrix.float8(tensors, first, last)
+        for own in self._matrices(tensors):
+            for first in range(0, num_rows, step):
+                last = min(first + step, num_rows)
+                # Products take all bits for numbers.
+                bits = own["weight"][first:last].view(torch.uint8) & 127
+                if not is_number or bool((bits == 127).any()):
+                    name = self.members["weight" if is_number else "scale"]
+                    raise CorruptFileError(f"tensor {name} has NaN or infinite values")
+                yield matrix.float8(own, first, last)
+
+    def _matrices(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        """The tensors of each matrix."""
+        if self.num_experts is None:
+            yield tensors
+        for expert in range(self.num_experts or 0):
+            yield {role: tensor[expert] for role, tensor in tensors.items()}
 
     def _floats4(self, matrix: FourBitFloats, read: Read) -> Iterator[StoredRows]:
         tensors = {role: read(name) for role, name in self.members.items()}
-        for role in ("scale", "global_scale"):
-            if not bool(tensors[role].float().isfinite().all()):
+        is_mxfp4 = self.dtype == _POWERS
+        for role in ("scale",) if is_mxfp4 else ("scale", "global_scale"):
+            values = tensors[role]
+            is_number = values != NO_POWER if is_mxfp4 else values.float().isfinite()
+            if not bool(is_number.all()):
                 raise CorruptFileError(f"tensor {self.members[role]} has NaN or infinite values")
         num_rows, num_columns = matrix.shape
         step = max(1, PART_NUMBERS // num_columns)
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
-            yield nvfp4_rows(tensors, first, last, is_divided=matrix.is_divided)
+            if is_mxfp4:
+                packed, scale = (tensors[role][first:last] for role in ("weight_packed", "scale"))
+                yield StoredRows(MXFP4, with_scales(packed.view(*scale.shape, -1), scale))
+            else:
+                yield nvfp4_rows(tensors, first, last, is_divided=matrix.is_divided)
 
     def _check_groups(self, groups: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         is_gptq = "g_idx" in tensors
@@ -338,8 +360,10 @@ class QuantizedTensors:
             self._fail(name, f"has no scale {divisor}")
         shape = (num_rows, num_columns)
         matrix = FourBitFloats(shape, is_divided=divisor in self._tensors)
-        # Scales of 16 columns are kept, those of 32 are not.
-        kept_type = scale.dtype if sizes == {NVFP4_COLUMNS // 2} else ""
+        # NVFP4 or MXFP4; others are not kept.
+        size = {_KEPT_FLOATS: NVFP4_COLUMNS // 2, _POWERS: BLOCK}.get(scale.dtype)
+        is_whole = scale.dtype != _POWERS or "global_scale" not in members
+        kept_type = scale.dtype if size in sizes and is_whole else ""
         return QuantizedTensor(matrix, members, dtype=kept_type)
 
     def _need(self, name: str, of: str) -> str:

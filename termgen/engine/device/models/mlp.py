@@ -166,7 +166,7 @@ def transposed_slot(
             blocks = matrix if ordered is None else ordered(matrix[None])[0]
             matrices.load_stored(first // size_out + place, StoredRows(rows.kind, blocks))
 
-    return replace(slot, kinds=matrices.kinds, load_stored=load_stored)
+    return replace(slot, kinds=matrices.transposed_kinds, load_stored=load_stored)
 
 
 def stack_slot(name: str, matrices: Matrices, num: int, *pieces: WeightSlot) -> WeightSlot:

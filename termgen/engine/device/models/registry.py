@@ -71,6 +71,7 @@ _PLANNED = {
     "q4": "termgen.engine.device.quantization.planned:PlannedGroups4",
     "fp8": "termgen.engine.device.quantization.planned:PlannedFloat8",
 }
+_EXPERTS_IN_FLOAT8 = "termgen.engine.device.quantization.float8_experts:Float8Experts"
 _EXPERTS_ON_A_CPU = "termgen.engine.device.quantization.block_experts:BlockExperts"
 
 
@@ -159,16 +160,16 @@ def make_build(
         )
     if quantization == "fp8":
         check_quantization("fp8", device, torch.float8_e4m3fn)
-        if config.moe is not None:
-            raise ConfigError(
-                "quantization fp8 covers no mixtures of experts; int8 and q4 do",
-                param="quantization",
-            )
         floats = _linear_method(None, device, tuned)
         method = _linear_method("fp8", device)(tuned)
         if keeps_floats:
             method = resolve_name(_MIXED_FLOAT8)(method, floats)
-        return Build(dtype, device, method, ops, table_method=floats)
+        return Build(
+            *(dtype, device, method, ops),
+            make_experts=partial(resolve_name(_EXPERTS_IN_FLOAT8), keeps_floats=keeps_floats),
+            router_method=floats,
+            table_method=floats,
+        )
     method = _linear_method(quantization, device, tuned)
     make_experts = None
     if quantization is not None:

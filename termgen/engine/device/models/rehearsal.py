@@ -9,7 +9,18 @@ from typing import cast
 
 from torch import nn
 
+from termgen.engine.device.layers.matrix_list import ExpertList
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
+
+
+def weights_of(module: nn.Module) -> object:
+    """What kernels know of a module's weights: equal for modules that run the same ones."""
+    tensors = (
+        (name, t.shape, t.dtype, t.data_ptr() % 16 == 0)
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    )
+    forms = (part.form for part in module.modules() if isinstance(part, ExpertList))
+    return (*tensors, *forms)
 
 
 @contextmanager
@@ -23,10 +34,7 @@ def one_layer_of_each_kind(model: object) -> Iterator[None]:
     layers = model.layers
     kinds: dict[object, DecoderLayer] = {}
     for layer in layers:
-        weights = [
-            (name, p.shape, p.dtype, p.data_ptr() % 16 == 0) for name, p in layer.named_parameters()
-        ]
-        kind = (type(layer), type(layer.mlp), layer.window, layer.place.rope, *weights)
+        kind = (type(layer), type(layer.mlp), layer.window, layer.place.rope, weights_of(layer))
         kinds.setdefault(kind, layer)
     others = [layer for layer in kinds.values() if layer is not layers[-1]]
     model.layers = cast(list[DecoderLayer], nn.ModuleList([*others, layers[-1]]))

@@ -20,6 +20,8 @@ from termgen.engine.device.quantization.mxfp4 import VALUES, ZERO_POWER
 
 BLOCK = 32
 LARGEST_NIBBLE = 15
+OF_16_LEVELS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
+"""Kinds of blocks whose numbers are spread over all levels."""
 COARSE = 17
 """Levels between the numbers of four bits: 255 / 15."""
 GROUPS = "GROUPS"

@@ -15,14 +15,17 @@ import torch
 
 from termgen.engine.device.kernels.gemm.group_layout import COARSE, HALVED_ZERO
 from termgen.engine.device.layers.stored_rows import StoredRows
-from termgen.engine.device.native.int8_blocks import Quantized
+from termgen.engine.device.native.int8_blocks import Quantized, quantize_rows
 from termgen.engine.device.quantization.gguf_blocks import K_BLOCK, q3_k_parts, q6_k_parts
+from termgen.engine.device.quantization.mxfp4 import VALUES
 from termgen.engine.device.quantization.stored_matrices import NVFP4, NVFP4_BLOCK
 
 WIDTHS = {NVFP4: 4}
 """Bits of a number in memory, by the kinds of blocks that are kept so. Q3_K and Q6_K (8 bits) are
 rounded to one scale for 32 numbers: with two, a product of one row has twice the sums of integers,
 and what that takes is not measured."""
+HALF = 16
+"""Numbers that share a scale."""
 _STEP = 0.5
 """The values of floats of 4 bits are multiples of it."""
 
@@ -58,6 +61,16 @@ def _nvfp4(blocks: torch.Tensor) -> Quantized:
     first, last = (scales * _STEP).unbind(2)
     row_scale = blocks[:, 0, 18:NVFP4_BLOCK].contiguous().view(torch.float32)[:, 0]
     return Quantized(codes, first, last, row_scale)
+
+
+def rounded(whole: Quantized) -> Quantized:
+    """Rows of NVFP4, from `halved`, in 8 bits with a scale and an offset for every 32."""
+    codes, first, last, row_scale = whole
+    num_rows = len(codes)
+    values = torch.tensor(VALUES, device=codes.device)[(codes & 15).int()] / _STEP
+    scales = torch.stack((first, last), 2).float().view(num_rows, -1, 1)
+    values = (values.view(num_rows, -1, HALF) * scales).flatten(1)
+    return quantize_rows(values.mul_(row_scale[:, None]))
 
 
 _READERS: dict[str, Callable[[torch.Tensor], Quantized]] = {

@@ -17,7 +17,7 @@ KIND = "MXFP4"
 """The kind of the blocks of 17 bytes that GGUF has: the scale, then numbers j and j + 16."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
-ZERO_POWER = 127
+ZERO_POWER, NO_POWER = 127, 255
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from termgen.engine.device.quantization.affine_blocks import (
     GROUPS,
     GROUPS_BLOCK,
     LARGEST_NIBBLE,
+    OF_16_LEVELS,
     ORDERED_GROUPS,
 )
 from termgen.engine.device.quantization.column_orders import ColumnOrders
@@ -32,8 +33,6 @@ TILE = 32
 """Rows whose numbers have one width."""
 _MOST_RUNS = 4
 """A matrix with more runs of tiles of one width is kept in 8 bits: each is a kernel of its own."""
-OF_16_LEVELS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
-"""Kinds of blocks whose numbers `affine_blocks` gives as those of 4 bits."""
 
 
 def widths(numbers: torch.Tensor) -> list[tuple[int, int, int]]:

@@ -44,6 +44,7 @@ NVFP4 = "NVFP4"
 """Kind of pairs of floats of 4 bits: 16 bytes, the scales of the first 16 numbers and of the last,
 float8_e4m3fn, and the matrix's in float32."""
 NVFP4_COLUMNS, NVFP4_BLOCK = 32, 22
+SIGNED_ZERO = 128
 _SCALE_BYTES = 4
 
 
@@ -93,6 +94,22 @@ class ScaledNumbers:
             scale = scale.repeat_interleave(self.block[1] // size, 1)[:, : numbers.shape[1]]
         scale_bytes = scale.contiguous().view(torch.uint8).view(*numbers.shape[:2], _SCALE_BYTES)
         return StoredRows(kind, torch.cat((numbers, scale_bytes), 2))
+
+    @property
+    def has_groups(self) -> bool:
+        """True if integers are those of `GROUPS`."""
+        columns = min(self.block[1], self.shape[1])
+        return columns % GROUPS_BLOCK == 0 and self.shape[1] % columns == 0
+
+    def integers(self, tensors: Tensors, first: int, last: int) -> Integers:
+        """Rows [first, last) of integers with a sign, which have none here."""
+        grid = (-(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1]))
+        rows = torch.arange(first, last) // self.block[0]
+        scale = tensors["scale"].float().reshape(grid)[rows]
+        zero = torch.full_like(scale, SIGNED_ZERO)
+        if (own := tensors.get("zero_point")) is not None:
+            zero += own.float().reshape(grid)[rows]
+        return Integers(tensors["weight"][first:last].int() + SIGNED_ZERO, zero, scale)
 
     def _spread(self, values: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """One for each number of these rows."""

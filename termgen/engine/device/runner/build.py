@@ -27,7 +27,7 @@ from termgen.engine.device.kernels.gemm.tuned_tables import TunedTables
 from termgen.engine.device.kernels.kv_cache import FP8
 from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
-from termgen.engine.device.loader import load_model_config, open_checkpoint
+from termgen.engine.device.loader import as_stored, load_model_config, open_checkpoint
 from termgen.engine.device.loader.safetensors_file import FolderCheckpoint
 from termgen.engine.device.loader.transformers_weights import (
     build_transformers_model,
@@ -102,6 +102,8 @@ def build_runner(
     model_config = model_config.for_positions(limits.max_model_len)
     dtype = resolve.resolve_dtype(config.dtype, model_config, device)
     quantization = resolve.resolve_quantization(config, model_config, device, path)
+    if quantization is not None and config.load_format != "dummy":
+        model_config = as_stored(path, model_config, quantization)
     memory = MemoryAccount(meter_for(device), config, where=str(device))
     memory.check_others()
     cpu_experts = choose_cpu_experts(

@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIELD = "cpu_experts"
-_BITS = {"int8": 9.0, "q4": 5.5}
+_COMPUTED = ("int8", "q4")
+"""The quantizations whose experts the CPU computes."""
+_BITS = {"int8": 9.0, "q4": 5.5, "fp8": 8.5}
 """Bits of a weight, or a little more."""
 _OF_FILE = 1.2
-"""Bytes in memory to bytes of a GGUF file, at most."""
+"""Bytes in memory to bytes of a file whose weights stay what they are, at most."""
+_NO_FLOAT8 = "the CPU computes no 8-bit floats; add quantization int8 or q4, which round them"
 _FULL = 0.85
 """Share of the free memory that weights may take and leave enough for the rest."""
 _KV_SHARE = 0.2
@@ -143,6 +146,10 @@ def choose_cpu_experts(
     if wanted == 0:
         return None
     why_not = _why_not(model, device, quantization)
+    if wanted is None and why_not == _NO_FLOAT8:
+        if not _fits(model, path, quantization, memory):
+            logger.warning("experts stay on the GPU: %s", why_not)
+        return None
     if wanted is None and (why_not or _fits(model, path, quantization, memory)):
         return None
     if why_not:
@@ -172,7 +179,9 @@ def _why_not(model: ModelConfig, device: torch.device, quantization: str | None)
         return "it is for an NVIDIA GPU, beside which the CPU computes"
     if problem := native.why_unusable():
         return problem
-    if quantization not in _BITS:
+    if quantization == "fp8":
+        return _NO_FLOAT8
+    if quantization not in _COMPUTED:
         return "experts are computed by the CPU in 8 or 4 bits; add quantization int8 or q4"
     from termgen.engine.device.native.expert_kernels import ACTIVATIONS
     from termgen.engine.device.native.int8_blocks import BLOCK
@@ -184,11 +193,17 @@ def _why_not(model: ModelConfig, device: torch.device, quantization: str | None)
     return ""
 
 
+def _file_bytes(path: Path) -> int:
+    """Bytes of a model's files; 0: there are none."""
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(f.stat().st_size for f in files if f.suffix != ".json" and f.is_file())
+
+
 def _fits(model: ModelConfig, path: Path, quantization: str | None, memory: MemoryAccount) -> bool:
     """True if all weights fit the GPU, to judge by the file."""
     needed = model.num_parameters * _BITS.get(quantization or "", 16.0) / 8
-    if path.suffix == ".gguf" and path.is_file():
-        needed = min(needed, _OF_FILE * path.stat().st_size)
+    if of_files := _file_bytes(path):
+        needed = min(needed, _OF_FILE * of_files)
     room = memory.room_for_kv(memory.limit)
     if needed <= _FULL * room:
         return True

@@ -117,7 +117,7 @@ def resolve_quantization(
     form = kept_form(path)
     if form == "fp8":
         has_type = not kernels.why_unusable(device, dtype=torch.float8_e4m3fn)
-        return form if has_type and model.moe is None else None
+        return form if has_type else None
     return form
 
 

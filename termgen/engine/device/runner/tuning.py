@@ -38,7 +38,12 @@ from termgen.engine.device.layers.linear import Linear, VocabEmbedding
 from termgen.engine.device.layers.ops import TorchOps
 from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.layers.weight_slot import WeightSlot
-from termgen.engine.device.loader import Checkpoint, load_model_config, open_checkpoint
+from termgen.engine.device.loader import (
+    Checkpoint,
+    as_stored,
+    load_model_config,
+    open_checkpoint,
+)
 from termgen.engine.device.loader.weights import LoadableModel, StoredSource, kept_kinds
 from termgen.engine.device.models.registry import make_model, make_planned_build
 from termgen.engine.device.quantization.affine_blocks import GROUPS, ORDERED_GROUPS
@@ -134,6 +139,8 @@ def planned_shapes(path: Path, device: torch.device, quantization: str) -> list[
             load_format = "dummy"
         setting = EngineConfig(model=str(path), quantization=quantization, load_format=load_format)
         resolved = resolve_quantization(setting, config, device, path)
+        if resolved is not None and checkpoint is not None:
+            config = as_stored(path, config, resolved)
         return shapes_of(config, resolved, checkpoint, device)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from termgen.engine.device.attention.base import AttentionMetadata
 from termgen.engine.device.models.mlp import SparseMoe
-from termgen.engine.device.models.rehearsal import one_layer_of_each_kind
+from termgen.engine.device.models.rehearsal import one_layer_of_each_kind, weights_of
 from termgen.engine.device.recurrent.base import RecurrentMetadata
 from termgen.engine.device.runner.cuda_graphs import FullGraphs
 from termgen.engine.device.runner.dispatch import (
@@ -95,9 +95,11 @@ def warm_up_steps(runner: ModelRunner, dispatcher: CudaGraphDispatcher) -> Itera
 
 def _expert_steps(runner: ModelRunner) -> Iterator[Step]:
     """Runs of the experts alone, which select variants by counts up to the largest step."""
-    found = (module for module in runner.model.modules() if isinstance(module, SparseMoe))
-    moe = next(found, None)  # all of a model are alike
-    if moe is not None:
+    kinds: dict[object, SparseMoe] = {}
+    for module in runner.model.modules():
+        if isinstance(module, SparseMoe):
+            kinds.setdefault((type(module), weights_of(module)), module)
+    for moe in kinds.values():
         for num_tokens in size_classes(len(runner.buffers.input_ids)):
             yield partial(_run_experts, runner, moe, num_tokens)
 

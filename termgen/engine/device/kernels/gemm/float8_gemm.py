@@ -127,7 +127,7 @@ def _number(w, byte: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _numbers(w, dtype: tl.constexpr, USE_PTX: tl.constexpr):
+def four_numbers(w, dtype: tl.constexpr, USE_PTX: tl.constexpr):
     """The four numbers of each word, in a tensor each. USE_PTX: on a GPU, not interpreted."""
     if USE_PTX and dtype == tl.bfloat16:
         a, b, c, d = _four_bfloat16(w)
@@ -218,7 +218,7 @@ def _gemv_kernel(
         words = start + tl.arange(0, BLOCK_K)
         is_word = (words < num_words)[None, :]
         w = tl.load(w_at + words[None, :], mask=is_word, other=0, eviction_policy="evict_first")
-        a, b, c, d = _numbers(w, tl.float32, USE_PTX)
+        a, b, c, d = four_numbers(w, tl.float32, USE_PTX)
         columns = (words // RUN * (WORD * RUN) + words % RUN)[None, :]
         if SCALE_ROWS > 0:
             s, t = _block_scales(
@@ -326,7 +326,7 @@ def _mma_kernel(
     for start in tl.range(first_word, end_word, BLOCK_K, num_stages=NUM_STAGES):
         words = start + tl.arange(0, BLOCK_K)
         w = tl.load(w_at + words[None, :], eviction_policy="evict_first")
-        a, b, c, d = _numbers(w, dtype, USE_PTX)
+        a, b, c, d = four_numbers(w, dtype, USE_PTX)
         # A tile is one run of each byte: its x lies in a row.
         columns = start * WORD + tl.arange(0, BLOCK_K)[None, :]
         x0 = _run(x_at, columns, 0, k, is_token, EVEN_K)
@@ -383,7 +383,7 @@ def _widen_kernel(
         at_block = blocks_ptr + rows // SCALE_ROWS * (num_words // RUN * 2) + group * 2
         low *= tl.load(at_block, mask=is_row, other=0.0)
         high *= tl.load(at_block + 1, mask=is_row, other=0.0)
-    a, b, c, d = _numbers(w, tl.float32, USE_PTX)
+    a, b, c, d = four_numbers(w, tl.float32, USE_PTX)
     columns = group * (WORD * RUN) + runs
     at = out_ptr + rows.to(tl.int64) * k + columns
     dtype: tl.constexpr = out_ptr.dtype.element_ty

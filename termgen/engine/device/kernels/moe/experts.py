@@ -20,12 +20,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from termgen.engine.device.kernels.gemm.float8_gemm import GROUP as FLOAT8_GROUP
 from termgen.engine.device.kernels.gemm.group_layout import GROUP
 from termgen.engine.device.kernels.launch import dot_precision, next_power_of_2, pdl_options
+from termgen.engine.device.kernels.moe.float8_experts import (
+    Float8Weights,
+    float8_product_kernel,
+    float8_tile,
+)
 from termgen.engine.device.kernels.moe.group_experts import (
     GroupWeights,
     fitting,
     group_product_kernel,
+    in_orders,
     multiply_lone,
 )
 from termgen.engine.device.kernels.moe.routing import LonePairs, PairTiles, route, sort_pairs
@@ -69,9 +76,21 @@ _IN_GROUPS = {
         128, Tile(128, 4, 8, 3, 16), Tile(128, 4, 8, 3, 16), chunk=128, scan=4096
     ),
 }
+_IN_FLOAT8 = {
+    8: ExpertTiles(16, Tile(32, 64, 4, 3, 1), Tile(64, 64, 4, 3, 1), chunk=32, scan=512),
+    16: ExpertTiles(32, Tile(64, 64, 4, 2, 1), Tile(64, 64, 4, 3, 1), chunk=64, scan=2048),
+    64: ExpertTiles(64, Tile(64, 64, 8, 2, 4), Tile(64, 64, 4, 2, 4), chunk=64, scan=2048),
+    LARGEST_ROWS: ExpertTiles(
+        64, Tile(128, 64, 8, 2, 16), Tile(128, 64, 8, 3, 16), chunk=64, scan=4096
+    ),
+}
+"""A step of each is a run of words, 256 columns. Chosen by the registers and the memory that they
+take, not by measurements."""
 _FLOAT = ExpertTiles(16, Tile(32, 32, 4, 2, 1), Tile(32, 32, 4, 2, 1), chunk=32, scan=512)
 _FLOAT_IN_GROUPS = ExpertTiles(16, Tile(32, 2, 4, 2, 1), Tile(32, 2, 4, 2, 1), chunk=32, scan=512)
-Weights = torch.Tensor | GroupWeights
+_FLOAT_IN_FLOAT8 = ExpertTiles(16, Tile(32, 64, 4, 1, 1), Tile(32, 64, 4, 1, 1), chunk=32, scan=512)
+StoredMatrices = GroupWeights | Float8Weights
+Weights = torch.Tensor | StoredMatrices
 """The matrices of all experts."""
 
 
@@ -81,17 +100,20 @@ def choose_tiles(
     num_experts: int,
     top_k: int,
     itemsize: int,
-    groups: GroupWeights | None = None,
+    stored: StoredMatrices | None = None,
 ) -> ExpertTiles:
-    """groups: the first weights, where they are stored so."""
+    """stored: the first weights, where they are no floats of x's type."""
+    groups = stored if isinstance(stored, GroupWeights) else None
+    if itemsize == 4 and stored is not None:
+        return _FLOAT_IN_FLOAT8 if groups is None else _FLOAT_IN_GROUPS
     if itemsize == 4:
-        return _FLOAT if groups is None else _FLOAT_IN_GROUPS
+        return _FLOAT
     rows = min(next_power_of_2(num_tokens), LARGEST_ROWS)
     is_few = _EXPERTS_OF_LONE_GROUPS * rows * top_k <= num_experts
     if is_few and groups is not None and groups.can_be_lone:
         is_wide = groups.num_bits > 4 or groups.are_floats
         return _LONE_WIDE if is_wide else _LONE_IN_GROUPS
-    table = _HALF if groups is None else _IN_GROUPS
+    table = _HALF if stored is None else _IN_FLOAT8 if groups is None else _IN_GROUPS
     average = min(rows * top_k / num_experts, rows)
     return next(tiles for most, tiles in table.items() if average <= most)
 
@@ -229,7 +251,7 @@ def experts(
             num_experts=num_experts,
             top_k=top_k,
             itemsize=x.element_size(),
-            groups=gate_up if isinstance(gate_up, GroupWeights) else None,
+            stored=None if isinstance(gate_up, torch.Tensor) else gate_up,
         )
     ids, weights = route(
         router_logits,
@@ -298,12 +320,14 @@ def run_routed(
         bias=gate_up_bias,
         clamp=clamp,
         weights=weights if weighs_inputs else None,
+        ids=ids,
         may_miss=may_miss,
         pdl=pdl,
     )
     y = multiply(
         *(activated, down, pairs, tiles.block_m, tiles.down),
         bias=down_bias,
+        ids=ids,
         may_miss=may_miss,
         pdl=pdl,
     )
@@ -335,17 +359,22 @@ def multiply(
     bias: torch.Tensor | None = None,  # [num_experts, rows]
     clamp: Clamp | None = None,
     weights: torch.Tensor | None = None,  # [num_pairs] float32, in any shape
+    ids: torch.Tensor | None = None,  # [num_pairs] int32, in any shape
     may_miss: bool = False,
     pdl: bool = True,
 ) -> torch.Tensor:
     """[num_pairs, rows]: each pair's row of x times its expert's weight. With an activation the
     rows of a weight are those of gate, then those of up, and the result is act(gate) * up. The
-    clamp, if any, takes the activation's place. weights: factors of each pair's row."""
+    clamp, if any, takes the activation's place. weights: factors of each pair's row. ids: each
+    pair's expert, for weights that have orders."""
     num_experts, n, k = weight.shape
     assert bias is None or (bias.shape == (num_experts, n) and bias.is_contiguous())
     assert x.is_contiguous() and x.shape[1] == k, (x.stride(), x.shape)
     if activation is not None:
         n //= 2
+    if isinstance(weight, GroupWeights) and weight.orders is not None:
+        assert ids is not None, "whose order a row is to have"
+        x, top_k = in_orders(x, ids, weight.orders, top_k=top_k, pdl=pdl), 1
     num_pairs, num_tiles = len(pairs.order), pairs.num_tiles
     out = torch.empty((num_pairs, n), dtype=x.dtype, device=x.device)
     product: dict[str, Any] = {
@@ -366,6 +395,8 @@ def multiply(
         return out
     if isinstance(weight, GroupWeights):
         tile = fitting(tile, block_m, weight, x, is_gated=activation is not None)
+    elif isinstance(weight, Float8Weights):
+        tile = float8_tile(tile, block_m, x, is_gated=activation is not None)
     cut: dict[str, Any] = {
         "IS_SORTED": pairs.tiles is not None,
         "BLOCK_M": block_m,
@@ -384,6 +415,17 @@ def multiply(
         _product_kernel[grid](x, weight, bias, out, *pairs, weights, num_tiles, **product, **cut)
         return out
     weight.check()
+    if isinstance(weight, Float8Weights):
+        blocks = weight.scale if weight.blocks is None else weight.blocks
+        float8_product_kernel[grid](
+            *(x, weight.words, weight.scale, blocks, bias, out, *pairs, weights, num_tiles),
+            SCALE_ROWS=weight.scale_rows,
+            EVEN_K=k % FLOAT8_GROUP == 0,
+            USE_PTX=x.is_cuda,
+            **product,
+            **cut,
+        )
+        return out
     group_product_kernel[grid](
         *(x, weight.words.view(torch.int16), weight.pairs, weight.row_scale, bias, out),
         *(*pairs, weights, num_tiles),

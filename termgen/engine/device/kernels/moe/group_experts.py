@@ -1,5 +1,8 @@
 """The products of `experts` with weights of 4 or 8 bits in groups, or floats of 4 bits.
 
+Columns of an expert may be in an order of their own, so that those of a group lie side by side: the
+rows of x that meet it are brought into this order first.
+
 The matrices of all experts lie as `kernels.gemm.group_layout` has one. Two kernels, as in
 `group_gemm`: one adds up integers, for so few pairs of a token and an expert that each reads its
 weight alone; in the other weights become operands of the matrix units in registers, rounded to x's
@@ -28,7 +31,7 @@ from termgen.engine.device.kernels.gemm.group_layout import (
     rows_aside,
     weight_at,
 )
-from termgen.engine.device.kernels.launch import next_power_of_2, shared_bytes
+from termgen.engine.device.kernels.launch import next_power_of_2, pdl_options, shared_bytes
 from termgen.engine.device.kernels.moe.routing import LonePairs
 from termgen.engine.device.kernels.moe.tiles import (
     Tile,
@@ -43,6 +46,8 @@ from termgen.engine.device.kernels.rows.gated_activation import activate
 _SPARE_BYTES = 2048
 """Shared memory for all but the tiles."""
 _LEAST_STAGES = 2
+_REORDER_BLOCK = 512
+"""Columns that a program brings into another order."""
 _LEAST_GROUPS = 2
 """Less, in 4 bits, is no operand of the matrix units."""
 
@@ -59,6 +64,11 @@ class GroupWeights(NamedTuple):
     """[num_experts, num_rows] float32."""
     num_columns: int
     num_bits: int
+    is_halved: bool = False
+    """True for floats, if 16 columns share a scale: pairs are int32."""
+    orders: torch.Tensor | None = None
+    """[num_experts, num_columns] int32: the columns of x that those of each expert meet; None: they
+    are in their order."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -66,7 +76,7 @@ class GroupWeights(NamedTuple):
 
     @property
     def are_floats(self) -> bool:
-        return self.pairs.dtype == torch.int16
+        return self.is_halved or self.pairs.dtype == torch.int16
 
     @property
     def can_be_lone(self) -> bool:
@@ -77,8 +87,8 @@ class GroupWeights(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Those that all kernels have."""
-        is_cuda = self.words.is_cuda
-        return {"BITS": self.num_bits, "FLOATS": self.are_floats, "USE_PTX": is_cuda}
+        options = {"BITS": self.num_bits, "FLOATS": self.are_floats, "USE_PTX": self.words.is_cuda}
+        return {**options, "HALVED": True} if self.is_halved else options
 
     def check(self) -> None:
         num_experts, num_rows, num_columns = self.shape
@@ -87,6 +97,8 @@ class GroupWeights(NamedTuple):
         rows = rows_aside(self.num_bits)
         assert self.pairs.shape == (num_experts, -(-num_rows // rows), num_groups, rows)
         assert all(part.is_contiguous() for part in self[:3])
+        if self.orders is not None:
+            assert self.orders.shape == (num_experts, num_columns) and self.orders.is_contiguous()
 
 
 @triton.jit
@@ -149,6 +161,7 @@ def group_product_kernel(
     EVEN_K: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
+    HALVED: tl.constexpr = False,
 ):
     if USE_PDL:
         gdc_launch_dependents()
@@ -189,23 +202,23 @@ def group_product_kernel(
             *(w_at, pairs_at, is_row, start, elements, groups),
             *(NUM_GROUPS, BLOCK_K, ELEMENTS, ROWS, POLICY),
         )
-        kept = numbers_and_scales(w, pair, BITS, FLOATS, USE_PTX)
+        kept = numbers_and_scales(w, pair, BITS, FLOATS, USE_PTX, HALVED)
         if GATED:
             w, pair = _load_words(
                 *(up_at, up_pairs_at, is_row, start, elements, groups),
                 *(NUM_GROUPS, BLOCK_K, ELEMENTS, ROWS, POLICY),
             )
-            up_kept = numbers_and_scales(w, pair, BITS, FLOATS, USE_PTX)
+            up_kept = numbers_and_scales(w, pair, BITS, FLOATS, USE_PTX, HALVED)
         for place in tl.static_range(16 // BITS):
             of_x = start * GROUP + place * ELEMENTS + columns
             x_mask = is_pair[:, None]
             if not EVEN_K:
                 x_mask = x_mask & (of_x < K)
             x = tl.trans(tl.load(x_at + of_x, mask=x_mask, other=0.0))
-            weight = weight_at(place, *kept, dtype, BITS, FLOATS)
+            weight = weight_at(place, *kept, dtype, BITS, FLOATS, HALVED)
             acc = tl.dot(weight, x, acc, input_precision=PRECISION)
             if GATED:
-                up = weight_at(place, *up_kept, dtype, BITS, FLOATS)
+                up = weight_at(place, *up_kept, dtype, BITS, FLOATS, HALVED)
                 acc_up = tl.dot(up, x, acc_up, input_precision=PRECISION)
     acc *= tl.load(row_scale_ptr + here)
     if GATED:
@@ -243,6 +256,7 @@ def lone_product_kernel(
     MAY_MISS: tl.constexpr,
     USE_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
+    HALVED: tl.constexpr = False,
 ):
     """A pair times some rows of its expert's weight, as in `group_gemv`: of GATED, as many of gate
     and of up, which meet the same integers of x."""
@@ -280,7 +294,7 @@ def lone_product_kernel(
             pairs = pairs + up_pairs
         sums = add_products(
             *(sums, words, pairs, x_ptr, groups, 1, K, NUM_GROUPS, K),
-            *(BITS, 1, ALL_OF_PROGRAM, EVEN_K, USE_PTX, FLOATS),
+            *(BITS, 1, ALL_OF_PROGRAM, EVEN_K, USE_PTX, FLOATS, HALVED),
         )
     if WEIGHTED:
         weight = tl.load(weights_ptr + pair)
@@ -308,6 +322,55 @@ def lone_product_kernel(
                 y = activate(y, ACTIVATION) * up
         out_at = out_ptr + pair.to(tl.int64) * N + rows
         tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _reorder_kernel(
+    x_ptr,  # [num_pairs / PAIRS_PER_ROW, K]
+    orders_ptr,
+    ids_ptr,  # [num_pairs] int32
+    out_ptr,  # [num_pairs, K]
+    K: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    pair = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < K
+    expert = tl.load(ids_ptr + pair)
+    if expert < 0:
+        return
+    places = tl.load(orders_ptr + expert.to(tl.int64) * K + columns, mask=inside, other=0)
+    x = tl.load(x_ptr + pair // PAIRS_PER_ROW * K + places, mask=inside, other=0.0)
+    tl.store(out_ptr + pair * K + columns, x, mask=inside)
+
+
+def in_orders(
+    x: torch.Tensor,  # [num_pairs / top_k, K], contiguous
+    ids: torch.Tensor,  # the expert of each pair, int32, in any shape
+    orders: torch.Tensor,  # [num_experts, K] int32
+    *,
+    top_k: int,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """[num_pairs, K]: each pair's row of x with its columns in the order of its expert. A row of a
+    negative id is left as it is in memory."""
+    assert x.is_contiguous() and ids.is_contiguous() and len(x) * top_k == ids.numel()
+    k = x.shape[1]
+    out = torch.empty((ids.numel(), k), dtype=x.dtype, device=x.device)
+    _reorder_kernel[(len(out), triton.cdiv(k, _REORDER_BLOCK))](
+        *(x, orders, ids, out),
+        K=k,
+        PAIRS_PER_ROW=top_k,
+        BLOCK=_REORDER_BLOCK,
+        num_warps=2,
+        **pdl_options(x.device, enabled=pdl),
+    )
+    return out
 
 
 def fitting(
