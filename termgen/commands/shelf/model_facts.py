@@ -29,11 +29,12 @@ from termgen.vocabulary.cache_groups import most_keys
 
 FOUR_BIT_TYPES = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 """Types of GGUF blocks that stay what they are in memory."""
+SIX_BIT_TYPE = "Q6_K"
 FLOAT_TYPES = frozenset({"F32", "F16", "BF16", "F64"})
 OF_TRANSFORMERS = "run by the code of transformers, if that can"
 TEMPLATE_KEY = "tokenizer.chat_template"
 MAX_SETTINGS_BYTES = 1 << 24
-FORMAT = 5
+FORMAT = 6
 """Changes with what is kept."""
 _KEPT = UserCache("model-facts", most_entries=1000)
 
@@ -55,6 +56,8 @@ class ModelFacts:
     """Part of them that a step of one token reads."""
     four_bit_share: float = 0.0
     """Part of them that is in blocks of 4 bits which stay so in memory."""
+    six_bit_share: float = 0.0
+    """Part of them, without experts, in blocks of 6 bits, which stay so on a CPU."""
     is_rounded_on_cpu: bool = False
     """True if a CPU rounds those to 8 bits."""
     is_in_blocks: bool = False
@@ -145,10 +148,14 @@ def _of_gguf(path: Path) -> ModelFacts:
     with GGUFFile.open(path) as file:
         config = parse_config(hf_config(file), path)
         by_type: dict[str, int] = {}
+        in_six_bits = 0
         for tensor in file.tensors.values():
             check_supported(tensor.type, tensor.name)
             name = tensor.type.name
-            by_type[name] = by_type.get(name, 0) + math.prod(tensor.shape)
+            count = math.prod(tensor.shape)
+            by_type[name] = by_type.get(name, 0) + count
+            if name == SIX_BIT_TYPE and len(tensor.shape) == 2:
+                in_six_bits += count
         is_base = TEMPLATE_KEY not in file.metadata
     total = sum(by_type.values()) or 1
     blocks = sum(n for name, n in by_type.items() if name not in FLOAT_TYPES)
@@ -156,6 +163,7 @@ def _of_gguf(path: Path) -> ModelFacts:
         config,
         quantization=max(by_type, key=lambda name: by_type[name], default=""),
         four_bit_share=sum(by_type.get(name, 0) for name in FOUR_BIT_TYPES) / total,
+        six_bit_share=in_six_bits / total,
         is_in_blocks=blocks > total / 2,
         is_base=is_base,
     )

@@ -19,8 +19,9 @@ WORKING_SHARE = 0.1
 """Memory of the steps relative to the weights, where the engine's own is not known or smaller."""
 FLUENT_TOKENS_PER_S = 10.0
 """A model is quick enough to read along from this rate on."""
-Q4_BITS, INT8_BITS, FOUR_BIT_BITS = 5.5, 9.0, 5.0
-"""Bits of a weight in memory: of --quantization q4, of int8, and of blocks of 4 bits that stay."""
+Q4_BITS, INT8_BITS, FOUR_BIT_BITS, SIX_BIT_BITS = 5.5, 9.0, 5.0, 7.0
+"""Bits of a weight in memory: of --quantization q4, of int8, and of blocks of 4 and 6 bits that
+stay."""
 FLOAT8_BITS, FLOAT_BITS = 8.0, 16.0
 """The same with fp8: of layers, and of tables and heads."""
 _FLOAT8_MEAN = 9.0
@@ -96,7 +97,8 @@ class Machine:
         if name == "int8":
             is_rounded = self.device == "cpu" and facts.is_rounded_on_cpu
             share = 0.0 if is_rounded else facts.four_bit_share
-            bits = share * FOUR_BIT_BITS + (1 - share) * bits
+            six = facts.six_bit_share if self.device == "cpu" else 0.0
+            bits = share * FOUR_BIT_BITS + six * SIX_BIT_BITS + (1 - share - six) * bits
         elif name == "fp8":
             bits = facts.layers_share * FLOAT8_BITS + (1 - facts.layers_share) * FLOAT_BITS
         return name, bits

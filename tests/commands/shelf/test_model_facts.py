@@ -87,6 +87,12 @@ def test_what_a_gguf_file_holds(tiny_llama_dir: Path, tmp_path: Path) -> None:
     assert facts.num_parameters > 0 and facts.context > 0
 
 
+def test_a_real_file_of_mixed_blocks(gemma_gguf: Path) -> None:
+    facts = model_facts(gemma_gguf)
+    assert facts.four_bit_share == pytest.approx(0.088, abs=5e-4)
+    assert facts.six_bit_share == pytest.approx(0.044, abs=5e-4)
+
+
 def test_why_a_file_cannot_run(tiny_llama_dir: Path, tmp_path: Path) -> None:
     def unlike(writer: gguf.GGUFWriter) -> None:
         writer.add_float32("llama.attention.clamp_kqv", 8.0)

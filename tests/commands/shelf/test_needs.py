@@ -95,6 +95,18 @@ def test_a_cpu_rounds_some_4_bits_to_8() -> None:
     assert bits == {"cpu": 9, "cuda:0": pytest.approx(0.9 * 5 + 0.1 * 9)}
 
 
+def test_a_cpu_keeps_6_bits() -> None:
+    facts = replace(FACTS, four_bit_share=0.6, six_bit_share=0.3)
+    bits = {
+        device: machine(device).needs(facts, Path("m.gguf"), 5 * GB).weights_bytes * 8 / (8 * GB)
+        for device in ("cpu", "cuda:0")
+    }
+    assert bits == {
+        "cpu": pytest.approx(0.6 * 5 + 0.3 * 7 + 0.1 * 9),
+        "cuda:0": pytest.approx(0.6 * 5 + 0.4 * 9),
+    }
+
+
 def test_a_shorter_context_and_no_facts() -> None:
     needs = machine(max_model_len=100).needs(FACTS, Path("m.gguf"), 5 * GB)
     assert needs.context == 100 and needs.kv_bytes == 10 * 2048 * 100 * 4

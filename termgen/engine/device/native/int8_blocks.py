@@ -4,14 +4,18 @@ A number is row_scale * (scale * q + low), q one of 0..255. `row_scale` is a pow
 scale and low, 16-bit floats, in range whatever the row's magnitude. A matrix that comes from a GGUF
 file of 4-bit blocks of 32 (Q4_0, Q4_1) loses next to nothing: their 16 levels are among the 256,
 17 apart. A tile whose numbers are all such keeps them in 4 bits, with the same results: a matrix
-may hold rows of several GGUF types, as q, k and v of a Q4_K_M file do. Neighbouring tiles of one
-width are a run.
+may hold rows of several GGUF types, as q, k and v of a Q4_K_M file do. Rows of Q6_K have numbers of
+6 bits and a scale for every 16, without an offset: q stands for q - 32 there. Neighbouring tiles of
+one width are a run.
 
 The layout is made for the kernel, which computes `TILE` outputs at once, one in each lane:
 
     tiles   [tiles of a run, num_blocks, bytes of a block] uint8: the scales of the tile's rows
             (float16), their lows (float16), then words of 32 bits that hold neighbouring columns of
             a row, 4 or 8, the first in the lowest bits: all rows' first words, then their second
+
+In 6 bits a block is 16 columns, without lows. Three words hold 15 of them, five each in the lower
+30 bits, and two bits each of the last.
 
 So a row of x is read number by number, and no sum crosses lanes. Sums are float32 and run along the
 columns in the same order always: a row's result does not depend on the rows beside it. At one row
@@ -21,7 +25,7 @@ the kernel is about as fast as memory can be read; from 8 rows on the multiplica
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -33,8 +37,6 @@ from termgen.engine.device.native import why_unusable
 BLOCK = 32
 TILE = 32
 LEVELS = 255
-_HEADER = 2 * TILE * 2
-"""Bytes of a block's scales and lows."""
 _STRIDE_PADDING = 16
 _PART_NUMBERS = 2**18
 """Numbers that are laid out at a time: what a part needs stays in the processor's cache."""
@@ -44,6 +46,9 @@ _SMALLEST_SCALE = 2.0**-24
 """The smallest float16 above 0. A block of equal numbers has it too, and q is 0 in it."""
 _MOST_RUNS = 8
 """A matrix with more is kept in 8 bits: each run is a call of the kernel."""
+HALVED_BITS, HALVED_ZERO = 6, 32
+"""Width of numbers with a scale for every half of a block, and the one that stands for 0."""
+_HALF = BLOCK // 2
 
 
 _memory = threading.local()
@@ -132,6 +137,42 @@ def dequantize(quantized: Quantized) -> torch.Tensor:
     return blocks.flatten(1).mul_(row_scale[:, None])
 
 
+def halved_values(quantized: Quantized) -> torch.Tensor:
+    """[rows, columns] float32 of rows with 6 bits a number, whose lows are the scales of the last
+    half of each block."""
+    numbers, first, last, row_scale = quantized
+    scale = torch.stack((first, last), -1).flatten(1).float()
+    halves = (numbers.view(len(numbers), -1, _HALF).float() - HALVED_ZERO) * scale[..., None]
+    return halves.flatten(1).mul_(row_scale[:, None])
+
+
+def _pack_halved(numbers: torch.Tensor) -> torch.Tensor:
+    """numbers [rows, columns] uint8 below 64 -> words [rows, columns / 16 * 3] int32."""
+    halves = numbers.view(len(numbers), -1, _HALF).int()
+    words = (halves[..., 15:] >> torch.arange(0, 6, 2, device=numbers.device)) << 30
+    for place in range(5):
+        words |= halves[..., place:15:5] << HALVED_BITS * place
+    return words.flatten(1)
+
+
+def _unpack_halved(words: torch.Tensor) -> torch.Tensor:
+    """words [..., 3 n] int32 -> numbers [..., 16 n], float32."""
+    words = words.view(*words.shape[:-1], -1, 3)
+    shifts = torch.arange(0, 30, HALVED_BITS, device=words.device)
+    first = (words[..., None] >> shifts & 63).flatten(-2)
+    last = ((words >> 30 & 3) << torch.arange(0, 6, 2, device=words.device)).sum(-1, keepdim=True)
+    return torch.cat((first, last), -1).flatten(-2).float()
+
+
+def _columns_of_block(num_bits: int) -> int:
+    return _HALF if num_bits == HALVED_BITS else BLOCK
+
+
+def _header_bytes(num_bits: int) -> int:
+    """Bytes of a block's scales, and of its lows where it has them."""
+    return TILE * 2 if num_bits == HALVED_BITS else 2 * TILE * 2
+
+
 class _Run:
     """Neighbouring tiles whose numbers have one width."""
 
@@ -139,62 +180,83 @@ class _Run:
         """first: index of the first tile in the matrix. tiles: to be filled."""
         self.first, self.end = first, first + len(tiles)
         self.num_bits = num_bits
-        """8 or 4."""
+        """8, 6 or 4."""
+        self.is_halved = num_bits == HALVED_BITS
+        self._header = _header_bytes(num_bits)
         self.tiles = tiles
         self.kernels: Mapping[str, Callable[..., None]] = {}
 
     def fill(self, quantized: Quantized, rows_together: int) -> None:
-        num_blocks, num_words = self.tiles.shape[1], BLOCK * self.num_bits // 32
+        num_blocks = self.tiles.shape[1]
         rows = slice(self.first * TILE, self.end * TILE)
         parts = (torch.split(part[rows], rows_together) for part in quantized[:3])
         places = torch.split(self.tiles, rows_together // TILE)
         for numbers, scale, low, place in zip(*parts, places, strict=True):
-            if self.num_bits == 4:
-                numbers = (numbers[:, ::2] & 15) | (numbers[:, 1::2] & 240)
-            # Whole words are moved: moving bytes takes four times as long.
-            words = numbers.view(torch.int32).view(-1, TILE, num_blocks, num_words)
-            to = place.view(torch.int32)[:, :, _HEADER // 4 :]
-            to.unflatten(2, (num_words, TILE)).copy_(words.permute(0, 2, 3, 1))
             halves = place.view(torch.float16)
+            if self.is_halved:
+                words = _pack_halved(numbers)
+                scale = torch.stack((scale, low), -1).flatten(1)
+            else:
+                if self.num_bits == 4:
+                    numbers = (numbers[:, ::2] & 15) | (numbers[:, 1::2] & 240)
+                # Whole words are moved: moving bytes takes four times as long.
+                words = numbers.view(torch.int32)
+                lows = low.view(-1, TILE, num_blocks).transpose(1, 2)
+                halves[:, :, TILE : 2 * TILE].copy_(lows)
+            words = words.view(-1, TILE, num_blocks, words.shape[1] // num_blocks)
+            to = place.view(torch.int32)[:, :, self._header // 4 :]
+            to.unflatten(2, (-1, TILE)).copy_(words.permute(0, 2, 3, 1))
             halves[:, :, :TILE].copy_(scale.view(-1, TILE, num_blocks).transpose(1, 2))
-            halves[:, :, TILE : 2 * TILE].copy_(low.view(-1, TILE, num_blocks).transpose(1, 2))
 
     def columns(self, first_tile: int, end_tile: int) -> torch.Tensor:
         """[num_columns, rows] float32, without the scales of rows."""
         numbers, scale, low = self._read(
             self.tiles[first_tile - self.first : end_tile - self.first]
         )
-        columns = numbers.mul_(scale[:, :, None]).add_(low[:, :, None])  # [tiles, blocks, 32, TILE]
+        columns = numbers.mul_(scale[:, :, None]).add_(low[:, :, None])  # [tiles, blocks, n, TILE]
         return columns.flatten(1, 2).transpose(0, 1).flatten(1)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """[T, num_columns] float32, without the scales of rows."""
         tile, lane = ids // TILE - self.first, ids % TILE
         # Views, so that only the chosen rows of the tiles are read.
-        halves = _split(self.tiles[:, :, :_HEADER], 2, TILE, 2)[tile, :, :, lane]
-        words = _split(self.tiles[:, :, _HEADER:], -1, TILE, 4)[tile, :, :, lane]
-        scale, low = halves.view(torch.float16).float().unbind(2)  # [T, blocks, 1] each
+        halves = _split(self.tiles[:, :, : self._header], -1, TILE, 2)[tile, :, :, lane]
+        words = _split(self.tiles[:, :, self._header :], -1, TILE, 4)[tile, :, :, lane]
+        scale, low = self._factors(halves.view(torch.float16).float(), 2)  # [T, blocks, 1] each
         return self._numbers(words).mul_(scale).add_(low).flatten(1)
 
     def quantized(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Numbers, scales and lows as they were given, on a device."""
+        assert not self.is_halved, "no scales of whole blocks"
         tiles = self.tiles.to(device)
-        words = _split(tiles[:, :, _HEADER:], -1, TILE, 4).permute(0, 3, 1, 2, 4).flatten(3)
+        words = _split(tiles[:, :, self._header :], -1, TILE, 4).permute(0, 3, 1, 2, 4).flatten(3)
         if self.num_bits == 4:
             words = torch.stack((words & 15, words >> 4), -1).flatten(-2) * COARSE
-        halves = tiles[:, :, :_HEADER].contiguous().view(torch.float16)
+        halves = tiles[:, :, : self._header].contiguous().view(torch.float16)
         scale, low = (part.transpose(1, 2).flatten(0, 1) for part in torch.split(halves, TILE, 2))
         return words.flatten(2).flatten(0, 1), scale, low
 
     def _read(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Numbers [tiles, blocks, BLOCK, TILE], scales and lows [tiles, blocks, TILE], float32."""
-        words = _split(tiles[:, :, _HEADER:], -1, TILE, 4).transpose(2, 3)
+        """Numbers [tiles, blocks, columns of one, TILE], scales and lows [tiles, blocks, TILE],
+        float32."""
+        words = _split(tiles[:, :, self._header :], -1, TILE, 4).transpose(2, 3)
         numbers = self._numbers(words).transpose(2, 3)
-        halves = tiles[:, :, :_HEADER].contiguous().view(torch.float16).float()
-        return numbers, halves[..., :TILE], halves[..., TILE:]
+        halves = tiles[:, :, : self._header].contiguous().view(torch.float16).float()
+        scale, low = self._factors(_split(halves, -1, TILE), 2)
+        return numbers, scale, low
+
+    def _factors(self, halves: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales and the lows of a header, whose parts lie along a dimension."""
+        if self.is_halved:
+            scale = halves.squeeze(dim)
+            return scale, scale * -HALVED_ZERO
+        scale, low = halves.unbind(dim)
+        return scale, low
 
     def _numbers(self, words: torch.Tensor) -> torch.Tensor:
-        """words [..., words of a block, 4] uint8 -> the block's numbers [..., BLOCK], float32."""
+        """words [..., words of a block, 4] uint8 -> the block's numbers, float32."""
+        if self.is_halved:
+            return _unpack_halved(words.contiguous().view(torch.int32)[..., 0])
         if self.num_bits == 4:
             words = torch.stack((words & 15, words >> 4), -1).flatten(-2) * COARSE
         return words.flatten(-2).float()
@@ -203,32 +265,37 @@ class _Run:
 class Int8Blocks:
     """A matrix [num_rows, num_columns] in tiles. num_rows need not be a multiple of TILE."""
 
-    def __init__(self, quantized: Quantized, num_bits: int | None = None) -> None:
+    def __init__(
+        self,
+        quantized: Quantized,
+        num_bits: int | None = None,
+        halved: torch.Tensor | None = None,
+    ) -> None:
         """quantized: on any device, which lays it out; the tiles lie in main memory. num_bits: of
-        all tiles; None: the fewest that each can have."""
+        all tiles; None: the fewest that each can have. halved: [rows] bool in main memory, those of
+        6 bits whose lows are the scales of the last half of each block; in tiles that are not all
+        such, and where there would be too many runs, they are rounded to 8 bits."""
         self.num_rows, self.num_columns = quantized.numbers.shape
         if padding := -self.num_rows % TILE:
             # Rows of zeros: the scale of a padded row is 0.
             numbers, scale, low = (F.pad(part, (0, 0, 0, padding)) for part in quantized[:3])
             row_scale = F.pad(quantized.row_scale, (0, padding))
             quantized = Quantized(numbers, scale, low, row_scale)
-        self.row_scale = quantized.row_scale.cpu()
-        self._width, self._num_blocks = len(self.row_scale), self.num_columns // BLOCK
-        self._scratch_width = self._num_blocks * (BLOCK + 1)
+        self._width = len(quantized.row_scale)
         rows_together = max(TILE, _PART_NUMBERS // self.num_columns // TILE * TILE)
         if num_bits is None:
-            widths = _widths(quantized.numbers)
+            quantized, widths = _in_runs(quantized, halved)
         else:
             widths = [(num_bits, self._width // TILE)]
-        bytes_of = [
-            count * self._num_blocks * (_HEADER + BLOCK * TILE * bits // 8)
-            for bits, count in widths
-        ]
+        self.row_scale = quantized.row_scale.cpu()
+        bytes_of = [count * self._tile_bytes(bits) for bits, count in widths]
         made = torch.empty(sum(bytes_of), dtype=torch.uint8, device=quantized.numbers.device)
         self.runs: list[_Run] = []
         first = 0
         for (bits, count), part in zip(widths, torch.split(made, bytes_of), strict=True):
-            run = _Run(first, bits, part.view(count, self._num_blocks, -1))
+            run = _Run(
+                first, bits, part.view(count, self.num_columns // _columns_of_block(bits), -1)
+            )
             run.fill(quantized, rows_together)
             self.runs.append(run)
             first += count
@@ -242,8 +309,15 @@ class Int8Blocks:
 
             self._threads = jit.threads_for
             for run in self.runs:
-                layout = int8_kernels.Layout(BLOCK, TILE, run.num_bits, COARSE)
-                run.kernels = int8_kernels.int8_kernels(layout)
+                zero = HALVED_ZERO if run.is_halved else 0
+                sizes = (_columns_of_block(run.num_bits), TILE, run.num_bits, COARSE, zero)
+                run.kernels = int8_kernels.int8_kernels(int8_kernels.Layout(*sizes))
+
+    def _tile_bytes(self, num_bits: int) -> int:
+        columns = _columns_of_block(num_bits)
+        return (
+            self.num_columns // columns * (_header_bytes(num_bits) + columns * TILE * num_bits // 8)
+        )
 
     @property
     def num_bits(self) -> int:
@@ -267,7 +341,7 @@ class Int8Blocks:
         x = x.contiguous()
         count, width = x.shape[0], self._width
         y = torch.empty(count, width)
-        scratch = _scratch(count * self._scratch_width).data_ptr()
+        scratch = _scratch(count * (self.num_columns + self.num_columns // _HALF)).data_ptr()
         for run in self.runs:
             place = run.first * TILE * y.itemsize
             run.kernels["int8_product"](
@@ -277,7 +351,7 @@ class Int8Blocks:
                 y.data_ptr() + place,
                 scratch,
                 count,
-                self._num_blocks,
+                run.tiles.shape[1],
                 width * y.itemsize,
                 run.end - run.first,
                 self._threads(run.tiles.nbytes * count),
@@ -306,7 +380,7 @@ class Int8Blocks:
                 self.row_scale[first * TILE].data_ptr(),
                 columns[0, (first - first_tile) * TILE].data_ptr(),
                 stride * columns.itemsize,
-                self._num_blocks,
+                run.tiles.shape[1],
                 end - first,
                 self._threads(columns.nbytes),
             )
@@ -341,11 +415,40 @@ def _scratch(size: int) -> torch.Tensor:
     return kept
 
 
-def _widths(numbers: torch.Tensor) -> list[tuple[int, int]]:
-    """Bits and number of tiles of each run. numbers: [rows, columns], rows a multiple of TILE."""
-    are_coarse = [_is_coarse(tile) for tile in torch.split(numbers, TILE)]
-    runs = [(4 if flag else 8, len(list(tiles))) for flag, tiles in groupby(are_coarse)]
-    return runs if len(runs) <= _MOST_RUNS else [(8, len(are_coarse))]
+Runs = list[tuple[int, int]]
+"""Bits and number of tiles of each run."""
+
+
+def _in_runs(quantized: Quantized, halved: torch.Tensor | None) -> tuple[Quantized, Runs]:
+    """The rows, a multiple of TILE, and their runs."""
+    if halved is None or not halved.any():
+        return quantized, _widths(quantized.numbers)
+    # Padding goes with the rows before it.
+    halved = F.pad(halved, (0, len(quantized.numbers) - len(halved)), value=bool(halved[-1]))
+    whole = halved.view(-1, TILE).all(1).tolist()
+    found = _widths(quantized.numbers, whole)
+    if len(found) > _MOST_RUNS:
+        whole = [False] * len(whole)
+        found = [(8, len(whole))]
+    others = halved & ~torch.tensor(whole).repeat_interleave(TILE)
+    if others.any():
+        quantized = Quantized(*(part.clone() for part in quantized))
+        for own in torch.split(others.nonzero()[:, 0].to(quantized.numbers.device), TILE):
+            values = halved_values(Quantized(*(part[own] for part in quantized)))
+            for part, rounded in zip(quantized, quantize_rows(values), strict=True):
+                part[own] = rounded
+    return quantized, found
+
+
+def _widths(numbers: torch.Tensor, halved: Sequence[bool] = ()) -> Runs:
+    """numbers: [rows, columns], rows a multiple of TILE. halved: the tiles of 6 bits."""
+    flags = halved or [False] * (len(numbers) // TILE)
+    bits = [
+        HALVED_BITS if flag else 4 if _is_coarse(tile) else 8
+        for flag, tile in zip(flags, torch.split(numbers, TILE), strict=True)
+    ]
+    runs = [(own, len(list(tiles))) for own, tiles in groupby(bits)]
+    return runs if len(runs) <= _MOST_RUNS or halved else [(8, len(bits))]
 
 
 def _is_coarse(tile: torch.Tensor) -> bool:

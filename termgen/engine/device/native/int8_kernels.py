@@ -41,9 +41,11 @@ class Layout:
     block: int
     tile: int
     num_bits: int
-    """8 or 4."""
+    """8, 6 or 4."""
     coarse: int
     """Levels of 8 bits between two of 4."""
+    zero: int = 0
+    """The number that is 0, where blocks have scales alone; 0: they have lows."""
 
     @property
     def vectors(self) -> range:
@@ -52,27 +54,40 @@ class Layout:
 
     @property
     def header_bytes(self) -> int:
-        return 2 * self.tile * _HALF_BYTES
+        return (1 if self.zero else 2) * self.tile * _HALF_BYTES
 
     @property
     def block_bytes(self) -> int:
         return self.header_bytes + self.block * self.tile * self.num_bits // 8
 
     @property
+    def words_together(self) -> int:
+        """Words of a row that hold whole columns."""
+        return 3 if self.num_bits == 6 else 1
+
+    @property
     def places(self) -> range:
-        """Columns in a word."""
-        return range(32 // self.num_bits)
+        """Columns in them."""
+        return range(32 * self.words_together // self.num_bits)
 
     def factor(self, place: int) -> float:
-        """The number in a place of a word, over the float that `numbers` makes of it."""
-        return 1.0 if place == self.places[-1] else 2.0 ** -(self.num_bits * place)
+        """The number in a place, over the float that `numbers` makes of it."""
+        within = place % (32 // self.num_bits)
+        return 1.0 if place == self.places[-1] else 2.0 ** -(self.num_bits * within)
 
-    def numbers(self, e: Emitter, words: Value, place: int) -> Value:
-        """Floats of the columns in a place of some words."""
-        if place == self.places[-1]:  # its upper bit would be a sign
-            return e.sitofp(e.lshr(words, INTS([self.num_bits * place] * LANES)), FLOATS)
-        mask = ((1 << self.num_bits) - 1) << self.num_bits * place
-        return e.sitofp(e.and_(words, INTS([mask] * LANES)), FLOATS)
+    def numbers(self, e: Emitter, words: Sequence[Value], place: int) -> Value:
+        """Floats of the columns in a place. words: vectors, `words_together` of them."""
+        of_word = 32 // self.num_bits
+        if place < self.places[-1]:
+            mask = ((1 << self.num_bits) - 1) << self.num_bits * (place % of_word)
+            return e.sitofp(e.and_(words[place // of_word], INTS([mask] * LANES)), FLOATS)
+        if self.num_bits != 6:  # its upper bit would be a sign
+            return e.sitofp(e.lshr(words[0], INTS([self.num_bits * place] * LANES)), FLOATS)
+        number = e.lshr(words[0], INTS([30] * LANES))
+        for i, word in enumerate(words[1:], 1):
+            part = e.lshr(word, INTS([30 - 2 * i] * LANES))
+            number = e.or_(number, e.and_(part, INTS([3 << 2 * i] * LANES)))
+        return e.sitofp(number, FLOATS)
 
     def headers(self, e: Emitter, block: Value) -> list[tuple[Value, Value]]:
         """Scales and lows of a block, as floats."""
@@ -82,21 +97,31 @@ class Layout:
 
         found = []
         for vector in self.vectors:
-            scale, low = half(vector), half(len(self.vectors) + vector)
+            scale = half(vector)
+            if self.zero:
+                low = e.fmul(scale, FLOATS([-float(self.zero)] * LANES))
+            else:
+                low = half(len(self.vectors) + vector)
             if self.num_bits == 4:
                 scale = e.fmul(scale, FLOATS([float(self.coarse)] * LANES))
             found.append((scale, low))
         return found
 
     @contextmanager
-    def words(self, e: Emitter, block: Value) -> Iterator[tuple[Value, list[Value]]]:
-        """A loop over the words of a block: the first column, and the vectors of all rows."""
+    def words(self, e: Emitter, block: Value) -> Iterator[tuple[Value, list[list[Value]]]]:
+        """A loop over the words of a block: the first column, and of each vector of rows the words
+        that `numbers` takes."""
         with e.loop(0, self.block, len(self.places)) as first:
-            at = e.plus(self.header_bytes, e.times(first, self.tile * self.num_bits // 8))
-            yield (
-                first,
-                [e.read(INTS, block, e.plus(at, v * VECTOR_BYTES)) for v in self.vectors],
-            )
+            # A column's bits of all rows are whole bytes, but a place's need not be.
+            passed = e.times(e.udiv(first, e.number(len(self.places))), self.words_together)
+            at = e.plus(self.header_bytes, e.times(passed, self.tile * 4))
+            found = []
+            for vector in self.vectors:
+                places = [
+                    vector * VECTOR_BYTES + i * self.tile * 4 for i in range(self.words_together)
+                ]
+                found.append([e.read(INTS, block, e.plus(at, place)) for place in places])
+            yield first, found
 
     def row_scales(self, e: Emitter, row_scale: Value, tile: Value) -> list[Value]:
         first = e.times(tile, self.tile * FLOAT_BYTES)
@@ -203,7 +228,7 @@ def emit_rows(
         sums = [[e.variable(zeros) for _ in layout.vectors] for _ in inputs]
         with layout.words(e, block) as (first, words):
             for place in layout.places:
-                numbers = [layout.numbers(e, vector, place) for vector in words]
+                numbers = [layout.numbers(e, own, place) for own in words]
                 at = e.plus(start, e.times(e.plus(first, place), FLOAT_BYTES))
                 for row, address in enumerate(inputs):
                     factor = e.splat(e.read(FLOAT, address, at))

@@ -13,9 +13,13 @@ from collections.abc import Callable
 
 import torch
 
-from termgen.engine.device.kernels.gemm.group_layout import COARSE, HALVED_ZERO
 from termgen.engine.device.layers.stored_rows import StoredRows
-from termgen.engine.device.native.int8_blocks import Quantized, quantize_rows
+from termgen.engine.device.native.int8_blocks import (
+    COARSE,
+    HALVED_ZERO,
+    Quantized,
+    quantize_rows,
+)
 from termgen.engine.device.quantization.gguf_blocks import K_BLOCK, q3_k_parts, q6_k_parts
 from termgen.engine.device.quantization.mxfp4 import VALUES
 from termgen.engine.device.quantization.stored_matrices import NVFP4, NVFP4_BLOCK
@@ -43,7 +47,7 @@ def _in_k_blocks(
         num_rows, num_blocks = blocks.shape[:2]
         values = torch.empty(num_rows * num_blocks, K_BLOCK, device=blocks.device)
         scale = parts(blocks.flatten(0, 1), values).view(num_rows, -1)
-        numbers = values.add_(HALVED_ZERO.value).to(torch.uint8).view(num_rows, -1)
+        numbers = values.add_(HALVED_ZERO).to(torch.uint8).view(num_rows, -1)
         exponent = torch.frexp(scale.abs().amax(1)).exponent.clamp(-125, 127)
         row_scale = torch.ldexp(torch.ones_like(scale[:, 0]), exponent)
         scale = (scale * row_scale.reciprocal()[:, None]).half()
@@ -56,7 +60,7 @@ def _nvfp4(blocks: torch.Tensor) -> Quantized:
     """16 bytes of pairs, the lower half first, two scales of float8_e4m3fn, one of float32."""
     num_rows = len(blocks)
     packed = blocks[:, :, :16]
-    codes = torch.stack((packed & 15, packed >> 4), 3).view(num_rows, -1) * COARSE.value
+    codes = torch.stack((packed & 15, packed >> 4), 3).view(num_rows, -1) * COARSE
     scales = blocks[:, :, 16:18].contiguous().view(torch.float8_e4m3fn).to(torch.float16)
     first, last = (scales * _STEP).unbind(2)
     row_scale = blocks[:, 0, 18:NVFP4_BLOCK].contiguous().view(torch.float32)[:, 0]

@@ -8,6 +8,7 @@ accuracy, and bfloat16 factors in large steps would let other requests change a 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import nn
 
 from termgen.engine.device.kernels.gemm.small_gemm_config import Shape
 from termgen.engine.device.layers.linear import LinearSpec
+from termgen.engine.device.layers.stored_rows import StoredRows
 from termgen.engine.device.native import why_unusable
 from termgen.engine.device.native.int8_blocks import (
     TILE,
@@ -22,6 +24,7 @@ from termgen.engine.device.native.int8_blocks import (
     Quantized,
 )
 from termgen.engine.device.quantization.gathered_rows import RoundedLinear
+from termgen.engine.device.quantization.halved_blocks import halved
 from termgen.errors import ConfigError
 
 _MOST_ROWS = 48
@@ -29,6 +32,8 @@ _MOST_ROWS = 48
 (SmolLM2-135M's shapes on two cores: alike from 48 to 100)."""
 _CHUNK_NUMBERS = 2**20
 """Numbers widened at a time: a part of the weight that stays in cache."""
+_HALVED = frozenset({"Q6_K"})
+"""Kinds of blocks whose numbers have 6 bits and a scale for every 16."""
 _memory = threading.local()
 
 
@@ -50,10 +55,25 @@ class Int8Linear(RoundedLinear):
                 param="quantization",
             )
         self._blocks: Int8Blocks | None = None
+        self._halved: torch.Tensor | None = None
+        """[out_features] the rows with 6 bits a number, while they are loaded."""
         self._most_rows = -1 if why_unusable() else _MOST_ROWS
 
+    def load_stored(self, rows: StoredRows, first_row: int) -> None:
+        if rows.kind not in _HALVED or self.num_bits < 8:
+            super().load_stored(rows, first_row)
+            return
+        if self._halved is None:
+            self._halved = torch.zeros(self._spec.out_features, dtype=torch.bool)
+        step = max(1, self.part_numbers // self._spec.in_features)
+        for blocks in torch.split(rows.blocks, step):
+            self._halved[first_row : first_row + len(blocks)] = True
+            self._add(halved(replace(rows, blocks=blocks)), first_row)
+            first_row += len(blocks)
+
     def _keep(self, whole: Quantized) -> None:
-        self._blocks = Int8Blocks(whole)
+        self._blocks = Int8Blocks(whole, halved=self._halved)
+        self._halved = None
         self.tiles = self._blocks.tiles  # counts as a weight
         self.row_scale = nn.Parameter(self._blocks.row_scale, requires_grad=False)
 

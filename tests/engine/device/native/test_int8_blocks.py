@@ -7,10 +7,12 @@ from termgen.engine.device.native import int8_blocks
 from termgen.engine.device.native.int8_blocks import (
     _MOST_RUNS,
     BLOCK,
+    HALVED_BITS,
     TILE,
     Int8Blocks,
     Quantized,
     dequantize,
+    halved_values,
     quantize_rows,
 )
 
@@ -167,6 +169,96 @@ def test_tiles_of_a_matrix_have_widths_of_their_own(
         y, exact = blocks.product(x), x.double() @ matrix.double().T
         magnitude = x.double().abs() @ matrix.double().abs().T
         assert ((y - exact).abs() <= 2e-6 * magnitude).all()
+
+
+def halved_matrix(rows: int, columns: int) -> Quantized:
+    """Numbers of 6 bits, and scales of the halves of blocks, some below zero."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    numbers = torch.randint(0, 64, (rows, columns), generator=generator).to(torch.uint8)
+    scales = (torch.randn(2, rows, columns // BLOCK, generator=generator) / 40).half()
+    return Quantized(numbers, *scales, torch.exp2(torch.arange(rows) % 7 - 3.0))
+
+
+ALL = torch.ones(1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_numbers_of_six_bits(
+    rows: int, columns: int, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(int8_blocks, "why_unusable", lambda: "not installed")
+    quantized = halved_matrix(rows, columns)
+    blocks, matrix = Int8Blocks(quantized, halved=ALL.expand(rows)), halved_values(quantized)
+    assert [run.num_bits for run in blocks.runs] == [HALVED_BITS] and blocks.num_bits == 6
+    assert blocks.tiles.nbytes == -(-rows // TILE) * TILE * columns * 7 // 8
+    close = {"rtol": 1e-6, "atol": 1e-7}
+    whole = blocks.columns_of(0, 100)
+    torch.testing.assert_close(whole[:, :rows].T, matrix, **close)
+    assert not whole[:, rows:].any()
+    ids = torch.tensor([rows - 1, 0, rows // 2, 0])
+    torch.testing.assert_close(blocks.rows(ids), matrix[ids], **close)
+    for num_rows in NUM_ROWS if has_kernels else ():
+        x = random_matrix(num_rows, columns, seed=num_rows)
+        y = blocks.product(x)
+        magnitude = x.double().abs() @ matrix.double().abs().T
+        # A sum of numbers is 32 times that of x too large, until its scale comes.
+        assert ((y - x.double() @ matrix.double().T).abs() <= 2e-5 * magnitude + 1e-6).all()
+        if num_rows > 2:
+            assert torch.equal(blocks.product(x[1:2]), y[1:2])
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "bits"),
+    [
+        (0, 64, [6, 6, 8, 4]),
+        (32, 96, [8, 6, 6, 4]),
+        (70, 122, [8, 8, 8, 6]),  # rows of the third tile are rounded
+        (40, 60, [8, 8, 8, 4]),
+    ],
+)
+def test_rows_of_six_bits_beside_others(first: int, end: int, bits: list[int]) -> None:
+    others = mixed_matrix([8, 8, 8, 4])
+    own, halved = halved_matrix(128, 96), torch.zeros(122, dtype=torch.bool)
+    halved[first:end] = True
+    matrix = torch.where(halved[:, None], halved_values(own)[:122], dequantize(others))
+    parts = zip(own, others, strict=True)
+    both = Quantized(
+        *(
+            torch.where(halved.view(-1, *[1] * (other.ndim - 1)), part[:122], other)
+            for part, other in parts
+        )
+    )
+    before = both.numbers.clone()
+    blocks = Int8Blocks(both, halved=halved)
+    assert torch.equal(both.numbers, before), "what was given is not changed"
+    assert [b for r in blocks.runs for b in [r.num_bits] * (r.end - r.first)] == bits
+    kept = blocks.rows(torch.arange(122))
+    is_rounded = halved & (torch.tensor(bits).repeat_interleave(TILE)[:122] == 8)
+    torch.testing.assert_close(kept[~is_rounded], matrix[~is_rounded], rtol=1e-6, atol=1e-7)
+    step = matrix.view(122, -1, BLOCK).amax(2) - matrix.view(122, -1, BLOCK).amin(2)
+    error = (kept - matrix).abs().view(122, -1, BLOCK).amax(2)
+    assert (error <= step / 255).all()
+    x = random_matrix(3, 96)
+    torch.testing.assert_close(blocks.product(x), x @ kept.T, rtol=1e-4, atol=1e-3)
+
+
+def test_rows_of_six_bits_that_change_too_often_are_rounded() -> None:
+    rows = TILE * (_MOST_RUNS + 2)
+    own, others = halved_matrix(rows, 64), quantized_matrix(rows, 64, 8)
+    halved = (torch.arange(rows) // TILE % 2).bool()
+    both = Quantized(
+        *(
+            torch.where(halved.view(-1, *[1] * (other.ndim - 1)), part, other)
+            for part, other in zip(own, others, strict=True)
+        )
+    )
+    blocks = Int8Blocks(both, halved=halved)
+    assert [run.num_bits for run in blocks.runs] == [8]
+    matrix = torch.where(halved[:, None], halved_values(own), dequantize(others))
+    error = (blocks.rows(torch.arange(rows)) - matrix).abs().amax(1)
+    assert (error <= matrix.abs().amax(1) / 100).all()
 
 
 def test_a_run_computes_what_it_computes_alone() -> None:
