@@ -19,6 +19,7 @@ from tui_harness import (
     TimedEngine,
     ask,
     chat_engine,
+    drafted_steps,
     feed_dashboard,
     pieces,
     ready,
@@ -41,6 +42,7 @@ from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.dashboard_keys import PAGES
 from termgen.tui.paint.canvas import Canvas
 from termgen.vocabulary.device.gpu_reading import GpuHistory, GpuReading
+from termgen.vocabulary.events import DraftChoice, DraftReason
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 THEMES = ["termgen-dark", "termgen-light"]
@@ -213,6 +215,20 @@ def test_dashboard_pages(
 
     app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
     assert snap_compare(app, terminal_size=size, run_before=turn_to)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_dashboard_drafts(snap_compare: Compare, size: tuple[int, int], theme: str) -> None:
+    async def guess(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        choice = DraftChoice(4, 7, DraftReason.BEST, 4, 1315.0, 812.0, 0.5)
+        await feed_dashboard(app, pilot, drafted_steps(300, choice=choice))
+        await pilot.press("b")
+        await pilot.pause()
+
+    app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
+    assert snap_compare(app, terminal_size=size, run_before=guess)
 
 
 async def list_chats(pilot: Pilot[Any]) -> None:
