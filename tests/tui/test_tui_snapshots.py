@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -215,6 +217,29 @@ def test_dashboard_pages(
 
     app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
     assert snap_compare(app, terminal_size=size, run_before=turn_to)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_chat_guessed(snap_compare: Compare, theme: str) -> None:
+    """An answer of which five pieces of nine were guessed."""
+
+    async def tint(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        generate, number = app.engine.generate, itertools.count()
+
+        async def guessing(*args: Any, **options: Any) -> Any:
+            async for delta in generate(*args, **options):
+                is_guess = next(number) % 9 > 3
+                yield replace(delta, drafted=((0, len(delta.text)),) if is_guess else ())
+
+        app.engine.generate = guessing  # type: ignore[method-assign]
+        await pilot.press("alt+h")
+        await ask(app, pilot, "Why does chunked prefill help?")
+        app.clear_notifications()
+        await pilot.pause()
+
+    app = FrozenApp(chat_engine(num_drafts=4), ui=UIConfig(theme=theme))
+    assert snap_compare(app, terminal_size=(120, 40), run_before=tint)
 
 
 @pytest.mark.parametrize("theme", THEMES)
