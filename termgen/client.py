@@ -175,8 +175,20 @@ class TokenDelta:
     """Tokens that were guessed for the completion so far."""
     num_accepted_tokens: int = 0
     """Those of them that became output tokens."""
+    drafted: tuple[tuple[int, int], ...] = ()
+    """(start, end) of the parts of `text` that came as guessed tokens which stayed, where the
+    engine runs in this process. A character of several tokens counts for its last one."""
     calls: tuple[CallPiece, ...] = ()
     """Tool calls, where a remote server takes them out of the text; else they are in `text`."""
+
+
+def _joined_drafts(deltas: Sequence[TokenDelta]) -> tuple[tuple[int, int], ...]:
+    """Places of the guessed parts in the text of these deltas together."""
+    found, start = [], 0
+    for delta in deltas:
+        found += [(start + first, start + end) for first, end in delta.drafted]
+        start += len(delta.text)
+    return tuple(found)
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -187,6 +199,7 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
     return replace(
         deltas[-1],
         text="".join(d.text for d in deltas),
+        drafted=_joined_drafts(deltas),
         token_ids=tuple(t for d in deltas for t in d.token_ids),
         logprobs=tuple(lp for part in logprobs for lp in part) if logprobs else None,
         calls=tuple(piece for d in deltas for piece in d.calls),

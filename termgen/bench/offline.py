@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from termgen.bench.options import LatencyOptions, ThroughputOptions
+from termgen.bench.report import draft_figures, draft_rows
 from termgen.client import EngineClient
 from termgen.errors import ConfigError, EngineError
 from termgen.vocabulary.durations import took
@@ -98,8 +99,37 @@ def check_fits(requests: list[BenchRequest], *, max_model_len: int) -> None:
         )
 
 
-async def run_request(client: EngineClient, request: BenchRequest) -> float:
-    """Run one request to its end and return its time to first token, in seconds.
+class DraftTotals(NamedTuple):
+    """What an engine that guesses tokens did in the measured requests."""
+
+    num_drafted: int
+    num_kept: int
+
+    def figures(self, num_output_tokens: int) -> dict[str, float]:
+        return draft_figures(self.num_drafted, self.num_kept, num_output_tokens)
+
+    def rows(self, num_output_tokens: int) -> list[tuple[str, str]]:
+        none = [] if self.num_drafted else [("guessed tokens kept", "none was guessed")]
+        return none + draft_rows(self.figures(num_output_tokens), self.num_drafted)
+
+
+class Ran(NamedTuple):
+    """A request at its end."""
+
+    ttft_s: float
+    num_drafted: int
+    num_kept: int
+
+
+def totals_of(client: EngineClient, requests: Iterable[Ran]) -> DraftTotals | None:
+    """None where the engine guesses no tokens."""
+    ran = list(requests)
+    totals = DraftTotals(sum(r.num_drafted for r in ran), sum(r.num_kept for r in ran))
+    return totals if client.model.num_drafts or totals.num_drafted else None
+
+
+async def run_request(client: EngineClient, request: BenchRequest) -> Ran:
+    """Run one request to its end.
 
     Raises `EngineError` when the engine failed it or generated fewer tokens than asked.
     """
@@ -108,16 +138,17 @@ async def run_request(client: EngineClient, request: BenchRequest) -> float:
         ignore_eos=True,
         max_tokens=request.output_len,
     )
-    num_tokens, ttft_s = 0, 0.0
+    num_tokens, ttft_s, drafts = 0, 0.0, (0, 0)
     async for delta in client.generate(request.prompt_token_ids, params):
         num_tokens += len(delta.token_ids)
         if delta.error is not None:
             raise delta.error
         if delta.timings is not None:
             ttft_s = delta.timings.ttft_s
+            drafts = delta.num_draft_tokens, delta.num_accepted_tokens
     if num_tokens != request.output_len:
         raise EngineError(f"a request made {num_tokens} tokens instead of {request.output_len}")
-    return ttft_s
+    return Ran(ttft_s, *drafts)
 
 
 async def run_requests(
@@ -125,14 +156,14 @@ async def run_requests(
     requests: Sequence[BenchRequest],
     *,
     on_done: Callable[[], object] | None = None,
-) -> list[float]:
-    """Run all at once; return their TTFTs in order. The first failure cancels the rest."""
+) -> list[Ran]:
+    """Run all at once; return what they were, in order. The first failure cancels the rest."""
 
-    async def run(request: BenchRequest) -> float:
-        ttft_s = await run_request(client, request)
+    async def run(request: BenchRequest) -> Ran:
+        ran = await run_request(client, request)
         if on_done is not None:
             on_done()
-        return ttft_s
+        return ran
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -149,6 +180,8 @@ class LatencyResult:
     """[num_iters] seconds from the first submission to the last token of the batch."""
     first_token_times: tuple[float, ...]
     """[num_iters] mean time to first token in the batch, in seconds."""
+    drafts: DraftTotals | None = None
+    """Totals of all iterations; None: the engine guesses no tokens."""
 
     @property
     def avg_latency(self) -> float:
@@ -157,6 +190,10 @@ class LatencyResult:
     @property
     def avg_ttft(self) -> float:
         return float(np.mean(self.first_token_times))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.options.batch_size * self.options.output_len * len(self.latencies)
 
     @property
     def tokens_per_second(self) -> float:
@@ -179,6 +216,7 @@ class LatencyResult:
             "avg_ttft": self.avg_ttft,
             "tokens_per_second": self.tokens_per_second,
             "decode_tokens_per_second": self.decode_tokens_per_second,
+            "drafts": self.drafts and self.drafts.figures(self.num_output_tokens),
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -194,6 +232,7 @@ class LatencyResult:
             ("average time to first token", took(self.avg_ttft * 1e3)),
             ("output tokens/s", f"{self.tokens_per_second:.2f}"),
             ("output tokens/s, decode only", "-" if decode is None else f"{decode:.2f}"),
+            *(self.drafts.rows(self.num_output_tokens) if self.drafts is not None else ()),
         ]
 
 
@@ -210,20 +249,23 @@ async def run_latency(
     )
     check_fits(requests, max_model_len=client.model.max_model_len)
     total = options.num_iters_warmup + options.num_iters
-    times: list[tuple[float, float]] = []
+    batches: list[tuple[float, list[Ran]]] = []
     disable = None if show_progress is None else not show_progress
     for _ in tqdm(range(total), desc="latency", leave=False, disable=disable):
-        times.append(await _run_batch(client, requests))
-    measured = times[options.num_iters_warmup :]
+        batches.append(await _run_batch(client, requests))
+    measured = batches[options.num_iters_warmup :]
     return LatencyResult(
-        options, tuple(t for t, _ in measured), tuple(ttft for _, ttft in measured)
+        options,
+        tuple(took_s for took_s, _ in measured),
+        tuple(float(np.mean([each.ttft_s for each in ran])) for _, ran in measured),
+        totals_of(client, (each for _, ran in measured for each in ran)),
     )
 
 
-async def _run_batch(client: EngineClient, requests: list[BenchRequest]) -> tuple[float, float]:
+async def _run_batch(client: EngineClient, requests: list[BenchRequest]) -> tuple[float, list[Ran]]:
     start = time.perf_counter()
-    first_token_times = await run_requests(client, requests)
-    return time.perf_counter() - start, float(np.mean(first_token_times))
+    ran = await run_requests(client, requests)
+    return time.perf_counter() - start, ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +276,8 @@ class ThroughputResult:
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
+    drafts: DraftTotals | None = None
+    """None: the engine guesses no tokens."""
 
     @property
     def total_num_tokens(self) -> int:
@@ -254,6 +298,7 @@ class ThroughputResult:
             "total_prompt_tokens": self.num_prompt_tokens,
             "total_output_tokens": self.num_output_tokens,
             "output_tokens_per_second": self.output_tokens_per_second,
+            "drafts": self.drafts and self.drafts.figures(self.num_output_tokens),
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -268,6 +313,7 @@ class ThroughputResult:
             ("requests/s", f"{figures['requests_per_second']:.3f}"),
             ("total tokens/s", f"{figures['tokens_per_second']:.2f}"),
             ("output tokens/s", f"{self.output_tokens_per_second:.2f}"),
+            *(self.drafts.rows(self.num_output_tokens) if self.drafts is not None else ()),
         ]
 
 
@@ -290,7 +336,7 @@ async def run_throughput(
     disable = None if show_progress is None else not show_progress
     with tqdm(total=len(requests), desc="throughput", leave=False, disable=disable) as bar:
         start = time.perf_counter()
-        await run_requests(client, requests, on_done=bar.update)
+        ran = await run_requests(client, requests, on_done=bar.update)
         elapsed = time.perf_counter() - start
     return ThroughputResult(
         options,
@@ -298,4 +344,5 @@ async def run_throughput(
         len(requests),
         sum(len(r.prompt_token_ids) for r in requests),
         sum(r.output_len for r in requests),
+        totals_of(client, ran),
     )

@@ -39,6 +39,26 @@ def table(title: str, rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join([title, "-" * len(title), *lines])
 
 
+def draft_figures(drafted: float, kept: float, made: float) -> dict[str, float]:
+    """The share of the guessed tokens that stayed, and how many tokens a step gave a request, its
+    first one included. made: output tokens."""
+    found = {"kept_share": kept / drafted} if drafted else {}
+    if made > kept:  # a step gives one token more than the guesses that stayed
+        found["tokens_per_step"] = made / (made - kept)
+    return found
+
+
+def draft_rows(figures: Mapping[str, float], drafted: float) -> list[tuple[str, str]]:
+    """Rows of a table about `draft_figures`."""
+    rows = []
+    if "kept_share" in figures:
+        words = f"{figures['kept_share']:.1%} of {drafted:,.0f}"
+        rows.append(("guessed tokens kept", words))
+    if "tokens_per_step" in figures:
+        rows.append(("tokens a step", f"{figures['tokens_per_step']:.2f} for each request in it"))
+    return rows
+
+
 def summary(name: str, model: ModelInfo, result: Result) -> str:
     quantization = f", {model.quantization}" if model.quantization else ""
     where = (

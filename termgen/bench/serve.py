@@ -65,11 +65,7 @@ class ServeRun:
         drafted, kept = server.get("draft_tokens"), server.get("accepted_tokens")
         if not drafted or kept is None:
             return {}
-        found = {"kept_share": kept / drafted}
-        made = server.get("generation_tokens", 0.0)
-        if made > kept:  # a step gives one token more than the guesses that stayed
-            found["tokens_per_step"] = made / (made - kept)
-        return found
+        return report.draft_figures(drafted, kept, server.get("generation_tokens", 0.0))
 
     @property
     def cached_share(self) -> float | None:

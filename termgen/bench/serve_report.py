@@ -80,7 +80,7 @@ def setup_rows(run: ServeRun) -> list[tuple[str, str]]:
         share = cached / max(1.0, run.server.get("prompt_tokens", 0.0))
         rows.append(("found in the prefix cache", f"{share:.1%} of prompt tokens"))
         rows.append(("preemptions", f"{run.server.get('preemptions', 0):.0f}"))
-        rows += _draft_rows(run, run.server)
+        rows += report.draft_rows(run.drafts(), run.server.get("draft_tokens", 0.0))
     client = result.client()
     rows.append(
         (
@@ -97,16 +97,6 @@ def setup_rows(run: ServeRun) -> list[tuple[str, str]]:
     if "screen_share" in observer:
         words.append(f"{observer['screen_share']:.1%} of a core to draw")
     return [*rows, ("observer", ", ".join(words))] if words else rows
-
-
-def _draft_rows(run: ServeRun, server: dict[str, float]) -> list[tuple[str, str]]:
-    found, rows = run.drafts(), []
-    if "kept_share" in found:
-        words = f"{found['kept_share']:.1%} of {server['draft_tokens']:,.0f}"
-        rows.append(("guessed tokens kept", words))
-    if "tokens_per_step" in found:
-        rows.append(("tokens a step", f"{found['tokens_per_step']:.2f} for each request in it"))
-    return rows
 
 
 def times_table(run: ServeRun) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from termgen.commands.exit_codes import OK
 from termgen.errors import TermgenError
+from termgen.tui.dashboard.state.draft_figures import draft_figures
 from termgen.tui.dashboard.state.event_reader import EventReader
 from termgen.tui.dashboard.state.limits import limit_of, why_slow_start
 from termgen.tui.dashboard.state.store import DashboardView
@@ -93,6 +94,7 @@ def figures_of(feed: StreamFeed, view: DashboardView, trouble: str) -> dict[str,
     """What is printed: times in ms, shares from 0 to 1, None where nothing is known."""
     model, snapshot = feed.model, view.snapshot
     limit = limit_of(view, model.memory)
+    drafts = draft_figures(view.steps)
     spreads = {"ttft": view.ttft, "itl": view.gap, "step": view.step, "queue": view.queue}
     return {
         "healthy": not trouble,
@@ -118,6 +120,7 @@ def figures_of(feed: StreamFeed, view: DashboardView, trouble: str) -> dict[str,
         "kv_usage": round(view.kv_usage, 4),
         "prefix_hit_rate": view.prefix_hit_rate,
         "latency_ms": {name: _rounded(spread) for name, spread in spreads.items()},
+        "drafts": None if drafts is None else drafts.as_json(),
         "limit": None if limit is None else {"cause": limit.cause, "words": limit.words},
         "slow_start": why_slow_start(view) or None,
     }
@@ -149,8 +152,21 @@ def lines_of(figures: dict[str, Any]) -> list[str]:
         if spread["p50"] is not None:
             times = "/".join(took(spread[key]) for key in ("p50", "p95", "p99"))
             lines.append(f"{name} {times} (p50/95/99)")
+    if figures["drafts"] is not None:
+        lines += _draft_lines(figures["drafts"])
     if figures["limit"] is not None:
         lines.append(f"limited by {figures['limit']['cause']}: {figures['limit']['words']}")
     if figures["slow_start"] is not None:
         lines.append(figures["slow_start"])
     return [clean_line(line) for line in lines]
+
+
+def _draft_lines(drafts: dict[str, Any]) -> list[str]:
+    parts = []
+    if drafts["tokens_per_step"] is not None:
+        parts.append(f"{drafts['tokens_per_step']:.2f} tokens a step")
+    if drafts["kept_share"] is not None:
+        made = f"{rate(drafts['drafted_per_s'])} drafted, {rate(drafts['kept_per_s'])} kept"
+        parts.append(f"{made}, {rate(drafts['given_up_per_s'])} given up a second")
+    lines = [", ".join(parts)] if parts else []
+    return [*lines, *([drafts["choice"]["words"]] if drafts["choice"] is not None else [])]

@@ -68,6 +68,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
         "chat.sibling_after",
         "chat.tree",
         "chat.tokens",
+        "chat.guessed",
         "chat.links",
         "chat.thoughts",
     ),

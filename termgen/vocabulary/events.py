@@ -16,6 +16,81 @@ import numpy as np
 import numpy.typing as npt
 
 
+class DraftReason(enum.StrEnum):
+    """What decided how many drafts a step had."""
+
+    BEST = "best"
+    """They promised the most tokens for their time."""
+    NO_GAIN = "no_gain"
+    """None did: those that there could be did not promise enough."""
+    UNTRIED = "untried"
+    """No step of that size was measured yet."""
+    NONE_FOUND = "none_found"
+    """The drafter had no guess."""
+    FEWER = "fewer"
+    """More were chosen, and were not there or had no room."""
+    PROMPTS = "prompts"
+    """The step computed prompts."""
+    NO_RECORDING = "no_recording"
+    """No CUDA graph held the step with drafts, or so many requests have none."""
+
+
+class DraftChoice(NamedTuple):
+    """How many drafts a row of a step had, and why."""
+
+    num_drafts: int
+    """The most that a row had."""
+    most: int
+    """The most that a row may have."""
+    why: DraftReason
+    compared: int = 0
+    """Number of drafts that `gain` and `kept_share` are of: those of a row, or where a step without
+    any was better, the best number other than none. 0: none was compared."""
+    rate: float = 0.0
+    """Tokens per second that a step with so many promised, by the measured times of steps."""
+    rate_without: float = 0.0
+    """The same of a step without drafts."""
+    kept_share: float = 0.0
+    """Part of those drafts that were expected to stay, by what drafts of these requests gave."""
+
+    @property
+    def gain(self) -> float:
+        """Tokens per second with the compared drafts, as a multiple of those without; 0: nothing
+        was compared."""
+        return self.rate / self.rate_without if self.compared and self.rate_without > 0 else 0.0
+
+    def as_ran(self, num_drafts: int) -> DraftChoice:
+        """The same for a step whose rows had no more than these."""
+        if num_drafts == self.num_drafts:
+            return self
+        why = DraftReason.FEWER if num_drafts else DraftReason.NONE_FOUND
+        return DraftChoice(num_drafts, self.most, why)
+
+    def __str__(self) -> str:
+        """`drafts 4 of 7: 1.62x of none expected, at 61% kept`"""
+        return f"drafts {self.num_drafts} of {self.most}: {self._reason}"
+
+    @property
+    def _reason(self) -> str:
+        match self.why:
+            case DraftReason.BEST:
+                return f"{self.gain:.2f}x of none expected, at {self.kept_share:.0%} kept"
+            case DraftReason.NO_GAIN:
+                change = round(100 * abs(self.gain - 1))
+                faster = f"only {change}% faster" if change else "no faster"
+                speed = faster if self.gain >= 1 or not change else f"{change}% slower"
+                return f"{self.compared} would be {speed} at {self.kept_share:.0%} kept"
+            case DraftReason.UNTRIED:
+                return "no step of this size was measured yet"
+            case DraftReason.NONE_FOUND:
+                return "no guess was found, or had room"
+            case DraftReason.FEWER:
+                return "no more were found, or had room"
+            case DraftReason.PROMPTS:
+                return "not in steps with prompts"
+        return "no CUDA graph for such a step"
+
+
 class StepRecord(NamedTuple):
     """One engine step. Times are perf_counter_ns; counts are tokens, rows or blocks."""
 
@@ -99,6 +174,8 @@ class StepRecord(NamedTuple):
     """Since start: guessed tokens that were the first, second, ... of their row in a step."""
     accepted_per_pos: tuple[int, ...] = ()
     """Those of them that the model drew as well, for the same positions."""
+    draft_choice: DraftChoice | None = None
+    """How many drafts the step had, and why; None where it had no place for any."""
 
     @property
     def launched_ns(self) -> int:

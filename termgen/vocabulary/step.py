@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.errors import TermgenError
-from termgen.vocabulary.events import DraftCounts
+from termgen.vocabulary.events import DraftChoice, DraftCounts
 from termgen.vocabulary.request import FinishReason, IntArray
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -230,6 +230,8 @@ class StepResult(NamedTuple):
     result."""
     model_span_ns: tuple[int, int] = (0, 0)
     """On a CPU, perf_counter_ns of the model's start and end; zeros elsewhere."""
+    draft_choice: DraftChoice | None = None
+    """See `StepRecord`."""
 
     def last_tokens(self) -> IntArray:
         """[num_rows] newest token of each row, -1 for none."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, GenerateCall, Script, make_model_info
@@ -93,6 +95,44 @@ async def test_throughput_counts_what_it_ran() -> None:
     assert figures["tokens_per_second"] == pytest.approx(49 / figures["elapsed_time"])
     assert figures["output_tokens_per_second"] == pytest.approx(21 / figures["elapsed_time"])
     assert figures["requests_per_second"] == pytest.approx(7 / figures["elapsed_time"])
+
+
+def guessing(engine: FakeEngine) -> FakeEngine:
+    """Each request had 8 guesses, of which 2 stayed."""
+    generate = engine.generate
+
+    async def with_drafts(*args: Any, **options: Any) -> Any:
+        async for delta in generate(*args, **options):
+            yield replace(delta, num_draft_tokens=8, num_accepted_tokens=2)
+
+    engine.generate = with_drafts  # type: ignore[method-assign]
+    return engine
+
+
+async def test_guessed_tokens_of_the_measured_requests() -> None:
+    engine = guessing(FakeEngine(script=endless, model=make_model_info(num_drafts=4)))
+    options = ThroughputOptions(num_prompts=7, input_len=4, output_len=6)
+    result = await run_throughput(engine, options, seed=0, show_progress=False)
+    assert result.drafts == (56, 14), "without the warm-up"
+    assert result.as_json()["drafts"] == {"kept_share": 0.25, "tokens_per_step": 1.5}
+    rows = dict(result.rows())
+    assert rows["guessed tokens kept"] == "25.0% of 56"
+    assert rows["tokens a step"] == "1.50 for each request in it"
+    few = LatencyOptions(input_len=6, output_len=6, batch_size=3, num_iters_warmup=2, num_iters=4)
+    latency = await run_latency(engine, few, seed=0, show_progress=False)
+    assert latency.drafts == (3 * 4 * 8, 3 * 4 * 2)
+    assert latency.as_json()["drafts"] == {"kept_share": 0.25, "tokens_per_step": 1.5}
+    assert dict(latency.rows())["tokens a step"] == "1.50 for each request in it"
+
+
+async def test_an_engine_without_a_guess() -> None:
+    options = ThroughputOptions(num_prompts=2, input_len=4, output_len=3)
+    engine = FakeEngine(script=endless, model=make_model_info(num_drafts=4))
+    result = await run_throughput(engine, options, seed=0, show_progress=False)
+    assert result.as_json()["drafts"] == {"tokens_per_step": 1.0}
+    assert dict(result.rows())["guessed tokens kept"] == "none was guessed"
+    off = await run_throughput(FakeEngine(script=endless), options, seed=0, show_progress=False)
+    assert off.as_json()["drafts"] is None and "tokens a step" not in dict(off.rows())
 
 
 async def test_throughput_of_the_job() -> None:

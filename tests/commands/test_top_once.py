@@ -15,10 +15,18 @@ from tui_harness import busy_snapshot, chat_engine, step
 from termgen.commands import cli, top_once
 from termgen.commands.top_once import lines_of, run_once
 from termgen.tui.feeds.attach import AttachError
+from termgen.vocabulary.events import DraftChoice, DraftReason
 
 
-async def watched(as_json: bool, capsys: pytest.CaptureFixture[str], **snapshot: Any) -> str:
-    """What is printed of a server whose engine makes a step every 20 ms."""
+async def watched(
+    as_json: bool,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    drafts: DraftChoice | None = None,
+    **snapshot: Any,
+) -> str:
+    """What is printed of a server whose engine makes a step every 20 ms. drafts: of each row there
+    are two, and one stays."""
     engine = chat_engine(model_id="mine\x1b[2J", memory=make_memory_ledger())
     engine.scripted_snapshot = busy_snapshot(**snapshot)
     async with serving(engine) as server:
@@ -34,6 +42,9 @@ async def watched(as_json: bool, capsys: pytest.CaptureFixture[str], **snapshot:
                     num_running=4,
                     num_decode_rows=4,
                     num_sampled_tokens=4,
+                    num_draft_tokens=8 * index if drafts is not None else 0,
+                    num_accepted_tokens=4 * index if drafts is not None else 0,
+                    draft_choice=drafts,
                 )
             )
             index += 1
@@ -64,6 +75,47 @@ async def test_figures_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(
         line.startswith("limited by decodes: a step of 4 requests takes 20") for line in lines
     )
+
+
+CHOICE = DraftChoice(2, 4, DraftReason.BEST, 2, 162.0, 100.0, 0.5)
+
+
+async def test_drafts_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    drafts = json.loads(await watched(True, capsys, drafts=CHOICE))["drafts"]
+    assert drafts.pop("choice") == {
+        "drafts": 2,
+        "most": 4,
+        "why": "best",
+        "words": "drafts 2 of 4: 1.62x of none expected, at 50% kept",
+        "compared": 2,
+        "tokens_per_s": 162.0,
+        "tokens_per_s_without": 100.0,
+        "expected_kept_share": 0.5,
+    }
+    assert drafts["tokens_per_step"] == 2.0 and drafts["kept_share"] == 0.5
+    assert drafts["drafted_per_s"] == pytest.approx(2 * drafts["kept_per_s"], abs=0.2)
+    assert drafts["given_up_per_s"] == drafts["kept_per_s"] > 10
+
+
+async def test_drafts_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (await watched(False, capsys, drafts=CHOICE)).splitlines()
+    assert str(CHOICE) in lines
+    assert any(
+        line.startswith("2.00 tokens a step, ") and line.endswith(" given up a second")
+        for line in lines
+    )
+
+
+async def test_drafts_that_were_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    drafts = json.loads(await watched(True, capsys, drafts=CHOICE.as_ran(1)))["drafts"]
+    assert drafts["choice"]["words"] == "drafts 1 of 4: no more were found, or had room"
+    assert drafts["choice"]["tokens_per_s"] is drafts["choice"]["compared"] is None
+
+
+async def test_a_server_without_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = json.loads(await watched(True, capsys))
+    assert figures["drafts"] is None
+    assert not any("draft" in line or "a step," in line for line in lines_of(figures))
 
 
 async def test_a_quiet_server_has_no_limit(

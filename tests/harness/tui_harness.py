@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.paint import markdown
 from termgen.vocabulary.events import (
     BlockState,
+    DraftChoice,
     EngineSnapshot,
     RequestEvent,
     RequestEventKind,
@@ -236,6 +237,25 @@ def steps(count: int, *, now_ns: int = NOW_NS, first_id: int = 182_000) -> list[
     return records
 
 
+def drafted_steps(count: int, *, choice: DraftChoice | None) -> list[StepRecord]:
+    """The same run with four guessed tokens for each request, of which the first two stay."""
+    records, rows = [], 0
+    for record in steps(count):
+        rows += record.num_decode_rows
+        records.append(
+            record._replace(
+                num_sampled_tokens=3 * record.num_decode_rows,
+                num_draft_tokens=4 * rows,
+                num_accepted_tokens=2 * rows,
+                num_drafts=rows,
+                drafted_per_pos=(rows, rows, rows, rows),
+                accepted_per_pos=(rows, rows, 0, 0),
+                draft_choice=choice,
+            )
+        )
+    return records
+
+
 def request_view(request_id: str, status: str, **overrides: Any) -> RequestView:
     view = RequestView(
         request_id=request_id,
@@ -339,11 +359,13 @@ def request_events(now_ns: int = NOW_NS) -> list[RequestEvent]:
     return events
 
 
-async def feed_dashboard(app: FrozenApp, pilot: Pilot[Any]) -> None:
-    """Publish a busy engine's events and draw them once."""
+async def feed_dashboard(
+    app: FrozenApp, pilot: Pilot[Any], records: Sequence[StepRecord] = ()
+) -> None:
+    """Publish a busy engine's events and draw them once. records: other steps than the usual."""
     engine = app.engine
     engine.scripted_snapshot = busy_snapshot()
-    for event in [*request_events(), *steps(300)]:
+    for event in [*request_events(), *(records or steps(300))]:
         engine.bus.publish(event)
     await app.dashboard.refresh_view()
     await pilot.pause()

@@ -63,6 +63,7 @@ ACTION_OF_COMMAND = {
     "find": "chat.find",
     "tree": "chat.tree",
     "tokens": "chat.tokens",
+    "guessed": "chat.guessed",
     "links": "chat.links",
     "sessions": "chat.sessions",
     "rename": "chat.rename",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tui_harness import (
     TimedEngine,
     ask,
     chat_engine,
+    drafted_steps,
     feed_dashboard,
     pieces,
     ready,
@@ -41,6 +44,7 @@ from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.dashboard_keys import PAGES
 from termgen.tui.paint.canvas import Canvas
 from termgen.vocabulary.device.gpu_reading import GpuHistory, GpuReading
+from termgen.vocabulary.events import DraftChoice, DraftReason
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 THEMES = ["termgen-dark", "termgen-light"]
@@ -213,6 +217,43 @@ def test_dashboard_pages(
 
     app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
     assert snap_compare(app, terminal_size=size, run_before=turn_to)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_chat_guessed(snap_compare: Compare, theme: str) -> None:
+    """An answer of which five pieces of nine were guessed."""
+
+    async def tint(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        generate, number = app.engine.generate, itertools.count()
+
+        async def guessing(*args: Any, **options: Any) -> Any:
+            async for delta in generate(*args, **options):
+                is_guess = next(number) % 9 > 3
+                yield replace(delta, drafted=((0, len(delta.text)),) if is_guess else ())
+
+        app.engine.generate = guessing  # type: ignore[method-assign]
+        await pilot.press("alt+h")
+        await ask(app, pilot, "Why does chunked prefill help?")
+        app.clear_notifications()
+        await pilot.pause()
+
+    app = FrozenApp(chat_engine(num_drafts=4), ui=UIConfig(theme=theme))
+    assert snap_compare(app, terminal_size=(120, 40), run_before=tint)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_dashboard_drafts(snap_compare: Compare, size: tuple[int, int], theme: str) -> None:
+    async def guess(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        choice = DraftChoice(4, 7, DraftReason.BEST, 4, 1315.0, 812.0, 0.5)
+        await feed_dashboard(app, pilot, drafted_steps(300, choice=choice))
+        await pilot.press("b")
+        await pilot.pause()
+
+    app = FrozenApp(chat_engine(), start_screen="dashboard", ui=UIConfig(theme=theme))
+    assert snap_compare(app, terminal_size=size, run_before=guess)
 
 
 async def list_chats(pilot: Pilot[Any]) -> None:

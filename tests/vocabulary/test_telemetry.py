@@ -14,6 +14,8 @@ from fake_engine import make_memory_ledger, make_model_info, make_snapshot, make
 
 from termgen.vocabulary import telemetry
 from termgen.vocabulary.events import (
+    DraftChoice,
+    DraftReason,
     EngineEvent,
     EngineSnapshot,
     RequestEvent,
@@ -58,6 +60,10 @@ def any_value(rng: random.Random, hint: Any) -> Any:
         return rng.choice(("", "FULL", "Grüße 👋", 'a"b\\c\nd', "\u2028"))
     if hint is RequestEventKind:
         return rng.choice(list(RequestEventKind))
+    if hint is DraftReason:
+        return rng.choice(list(DraftReason))
+    if hint == DraftChoice | None:
+        return rng.choice((None, any_of(rng, DraftChoice)))
     if typing.get_origin(hint) is tuple:
         return tuple(any_value(rng, typing.get_args(hint)[0]) for _ in range(rng.randrange(4)))
     if typing.get_origin(hint) is np.ndarray:

@@ -137,6 +137,7 @@ class EventPublisher:
             num_drafts=stats.num_drafts,
             drafted_per_pos=stats.drafted_per_pos,
             accepted_per_pos=stats.accepted_per_pos,
+            draft_choice=result.draft_choice,
             host_us=times.host_ns / 1e3,
             wait_us=(times.landed_ns - times.waited_ns) / 1e3,
             idle_us=max(0, result.started_ns - free_since_ns) / 1e3,

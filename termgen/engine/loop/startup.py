@@ -239,6 +239,7 @@ def _describe(
         num_threads=info.num_threads,
         num_cores=info.num_cores,
         cache_groups=tuple(map(CacheGroup.of, info.windows, info.layers)),
+        num_drafts=info.num_drafts,
         startup=startup,
     )
 

@@ -44,6 +44,7 @@ class Completion:
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_copies",
+        "drafted",
         "num_draft_tokens",
         "num_logprobs",
         "num_output_tokens",
@@ -88,6 +89,8 @@ class Completion:
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.drafted: tuple[tuple[int, int], ...] = ()
+        """Places of guessed parts in the text pushed last."""
         self.arrival_ns = arrival_ns
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
@@ -95,14 +98,17 @@ class Completion:
         self.undecided: int | None = None
         """A stop token whose `FinishedRow` has not arrived; its text is held back until then."""
 
-    def push(self, token_ids: Sequence[int], finished: FinishedRow | None) -> tuple[str, int]:
-        """(text that can be shown now, number of tokens that belong to the answer)."""
+    def push(
+        self, token_ids: Sequence[int], finished: FinishedRow | None, *, num_guessed: int = 0
+    ) -> tuple[str, int]:
+        """(text that can be shown now, number of tokens that belong to the answer). num_guessed:
+        the first tokens that were guessed."""
         detokenizer = self.detokenizer
         if detokenizer is None:
             self.num_output_tokens += len(token_ids)
             return "", len(token_ids)
         text = self._settle(detokenizer)
-        last = len(token_ids) - 1
+        begin, last = len(text), len(token_ids) - 1
         for position, token_id in enumerate(token_ids):
             if detokenizer.stop is not None:
                 return text, position
@@ -114,6 +120,8 @@ class Completion:
                 if finished is not None and finished.stopped_by_token:
                     break
             text += detokenizer.push(token_id)
+            if position < num_guessed and len(text) > begin:
+                self.drafted = ((begin, len(text)),)
         return text, len(token_ids)
 
     def finish(self, *, stopped_by_token: bool) -> str:
@@ -351,7 +359,8 @@ class OutputProcessor:
     ) -> TokenDelta:
         if not completion.first_token_ns:
             completion.first_token_ns = time_ns
-        text, used = completion.push(token_ids, ended)
+        num_guessed = len(token_ids) - 1 if num_drafted else 0
+        text, used = completion.push(token_ids, ended, num_guessed=num_guessed)
         if num_drafted:
             completion.num_draft_tokens += num_drafted
             completion.num_accepted_tokens += max(0, used - 1)
@@ -423,6 +432,7 @@ def _delta(
     logprobs: tuple[TokenLogprob, ...] | None,
 ) -> TokenDelta:
     prompt_token_ids, completion.prompt_token_ids = completion.prompt_token_ids, None
+    drafted, completion.drafted = completion.drafted, ()
     scores = completion.prompt_logprobs
     prompt_logprobs = scores.take() if scores is not None else None
     if prompt_logprobs is not None:
@@ -440,6 +450,7 @@ def _delta(
         num_output_tokens=completion.num_output_tokens,
         num_draft_tokens=completion.num_draft_tokens,
         num_accepted_tokens=completion.num_accepted_tokens,
+        drafted=drafted,
         prompt_token_ids=prompt_token_ids,
         prompt_logprobs=prompt_logprobs,
     )

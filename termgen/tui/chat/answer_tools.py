@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from termgen.tui.chat.asking import Settings
 from termgen.tui.chat.dialogue import Dialogue
 from termgen.tui.chat.links_panel import LinkChoice, LinksPanel, links_of
 from termgen.tui.chat.state.answer_form import as_markdown
@@ -18,9 +19,11 @@ from termgen.tui.chat.widgets.messages import EntryClicked
 from termgen.tui.paint.code_panel import COPY_ROLE, CodeBlock
 from termgen.tui.paint.links import open_in_browser
 from termgen.tui.paint.markdown import code_blocks
-from termgen.tui.paint.sanitize import clean
+from termgen.tui.paint.sanitize import clean, clean_line
 
 _CALL = CALL_ROLE[CALL_ROLE.index(" ") :]
+SERVER_DOES_NOT_SAY = "This server does not say which tokens of an answer were guessed."
+GUESSES_NOTHING = "This engine guesses no tokens. With `--speculative-config ngram` it does."
 
 
 class AnswerTools:
@@ -49,6 +52,24 @@ class AnswerTools:
             self._open_link(role.partition(" ")[2])
         else:
             self._dialogue.mark(None if entry.turn is self._dialogue.marked else entry.turn)
+
+    def tint_drafts(self, settings: Settings, argument: str) -> None:
+        """`/guessed`: tint the parts of answers that came as guessed tokens, or no longer."""
+        if argument not in ("", "on", "off"):
+            self._view.warn(f"`/guessed` takes on or off, not {clean_line(argument)!r:.40}")
+            return
+        view, model = self._view, settings.client.model
+        is_on = argument == "on" or (not argument and not view.tints_drafts)
+        entries = [e for e in view.transcript.entries if isinstance(e, AnswerEntry)]
+        if is_on and not (model.num_drafts or any(entry.has_drafted for entry in entries)):
+            is_remote = model.memory is None
+            view.note(SERVER_DOES_NOT_SAY if is_remote else GUESSES_NOTHING)
+            return
+        view.tints_drafts = is_on
+        for entry in entries:
+            if entry.has_drafted:
+                view.transcript.update(entry)
+        view.notify("guessed text is tinted" if is_on else "guessed text is no longer tinted")
 
     def _turns(self) -> Iterable[Turn]:
         """The marked turn; without one, all turns from the last to the first."""

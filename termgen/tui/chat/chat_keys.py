@@ -233,6 +233,14 @@ TOOL_KEYS = [
         tooltip="How likely the answer's tokens were; branch from one of them",
     ),
     Binding(
+        "alt+h",
+        "tint_drafts",
+        "Guessed text",
+        show=False,
+        id="chat.guessed",
+        tooltip="Tint what came as guessed tokens, or no longer (/guessed)",
+    ),
+    Binding(
         "alt+o,o",
         "links",
         "Links",

@@ -556,6 +556,9 @@ class ChatScreen(ThemedScreen):
     def action_fold_thoughts(self) -> None:
         self.tools.fold_thoughts()
 
+    def action_tint_drafts(self) -> None:
+        self.tools.tint_drafts(self.settings, "")
+
     def action_links(self) -> None:
         self.tools.list_links()
 
@@ -615,6 +618,7 @@ class ChatScreen(ThemedScreen):
             "find": self.dialogue.find,
             "tree": self.dialogue.open_tree,
             "tokens": alone(self.dialogue.look_at_tokens),
+            "guessed": partial(self.tools.tint_drafts, self.settings),
             "links": alone(self.tools.list_links),
             "sessions": alone(self.saved.toggle_panel),
             "rename": self.saved.rename_open,

@@ -38,6 +38,7 @@ from termgen.tui.chat.state.token_scores import TokenScores
 from termgen.tui.chat.token_lens import Choice, LensScreen
 from termgen.tui.chat.tool_turns import ToolTurns
 from termgen.tui.chat.view import ChatView
+from termgen.tui.chat.widgets.draft_tint import drafted_in
 from termgen.tui.chat.widgets.entries import AnswerEntry, NoticeEntry, QuestionEntry
 from termgen.tui.keys.keymap import brief_key_of
 from termgen.tui.paint.sanitize import clean_line
@@ -256,7 +257,7 @@ class Dialogue:
                 first, delta = not turn.stats.output_tokens, news.delta
                 turn.take(news, self._clock())
                 self.tokens.take(turn.turn_id, delta)
-                entry.feed(news.pieces[1])
+                entry.feed(news.pieces[1], drafted_in(news.pieces[1], delta))
                 self._autosave.streamed(self.conversation, turn)
                 if delta.finish_reason is FinishReason.ERROR:
                     raise delta.error or EngineError("the engine failed this request")
@@ -450,7 +451,10 @@ class Dialogue:
 
     def _make_entries(self, turn: Turn) -> tuple[QuestionEntry, AnswerEntry]:
         keys = self._view.key
-        answer = AnswerEntry(turn, self._settings.client.model, keys, clock=self._clock)
+        view, model = self._view, self._settings.client.model
+        answer = AnswerEntry(
+            turn, model, keys, clock=self._clock, has_tint=lambda: view.tints_drafts
+        )
         answer.feed(turn.answer)
         if turn.state is not AnswerState.STREAMING:
             answer.close()

@@ -30,6 +30,8 @@ class ChatView:
         self.transcript = Transcript(id="transcript")
         self.area = PromptArea(until="when the answer ends", id="prompt-area")
         self.prompt = self.area.prompt
+        self.tints_drafts = False
+        """Guessed parts of answers are tinted."""
 
     def key(self, name: str) -> str:
         """The key of an action, as people read it."""

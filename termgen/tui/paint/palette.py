@@ -19,6 +19,8 @@ from termgen.tui.paint.lean_strip import Inks, LeanStrip
 from termgen.tui.paint.spans import Row, row_width
 
 VARIABLE_PREFIX = "tg-"
+DRAFTED = "drafted"
+"""Background of text that was guessed; underlined where there are no tints."""
 
 # role -> (Textual variable, share of background mixed in)
 _DERIVED: dict[str, tuple[str, float]] = {
@@ -59,6 +61,7 @@ _DERIVED: dict[str, tuple[str, float]] = {
     "surface": ("surface", 0.0),
     "code": ("surface", 0.0),
     "select": ("panel", 0.0),
+    "drafted": ("secondary", 0.72),
 }
 
 ROLES = frozenset(_DERIVED)
@@ -105,6 +108,9 @@ class Palette:
         self.mono = mono
         self.glyphs = PLAIN_GLYPHS if mono or few_colours else COLOUR_GLYPHS
         self._colors = _resolve(variables)
+        has_mixed = self._colors[DRAFTED].ansi is None and self._colors["background"].ansi is None
+        self.shows_tints = has_mixed and not (mono or few_colours)
+        """False where only whole colours are there: see `DRAFTED`."""
         self._styles: dict[str, Style] = {}
         self._inks = Inks(self.style)
 
@@ -139,6 +145,8 @@ class Palette:
         name, _, flags = role.partition("/")
         name, _, background = name.partition("@")
         attributes = {_FLAGS[flag]: True for flag in flags}
+        if background == DRAFTED and not self.shows_tints:
+            background, attributes["underline"] = "", True
         return Style(
             color=self._colors[name].rich_color,
             bgcolor=self._colors[background or "background"].rich_color,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from textual.color import Color
 
-from termgen.tui.paint.palette import Palette
+from termgen.tui.paint.palette import DRAFTED, Palette
 
 READABLE, FAINT, HIGH = 4.5, 3.0, 7.0
 """Least contrast of text, of what may be overlooked, and of text in a high-contrast theme."""
@@ -110,7 +110,8 @@ def weak_roles(
     wanted = [(role, "background", readable) for role in TEXT_ROLES]
     wanted += [(role, "code", readable) for role in CODE_ROLES]
     wanted += [(role, "background", faint) for role in FAINT_ROLES]
-    wanted += [("text", "select", readable), ("text", "surface", readable)]
+    grounds = ("select", "surface", *([DRAFTED] if palette.shows_tints else []))
+    wanted += [("text", ground, readable) for ground in grounds]
     for role, background, least in wanted:
         value = contrast(palette.color(role), palette.color(background))
         if value < least:

@@ -73,6 +73,7 @@ ROLE_WORDS = {
     "surface": "behind panels",
     "code": "behind code",
     "select": "behind a selection",
+    "drafted": "behind what was guessed, if it is tinted",
 }
 
 

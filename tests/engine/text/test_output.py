@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from output_harness import EOS, delivery, feed, finish, request, start, text_of
 
+from termgen.client import merge_deltas
 from termgen.engine.text.output import OutputProcessor
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import RequestError, StepError
@@ -363,3 +364,41 @@ def test_drafts_of_a_completion_are_counted_up_to_its_stop_string(smollm2: Token
     (last,) = processor.process(delivery([(0, 0, [a, b, a, a])], drafted=[3]))
     assert last.text == "a" and last.num_output_tokens == 5
     assert (last.num_draft_tokens, last.num_accepted_tokens) == (7, 2)
+
+
+def test_the_text_of_guessed_tokens_is_marked(smollm2: Tokenizer) -> None:
+    processor = OutputProcessor(smollm2, (EOS,))
+    processor.add(request(), 0)
+    processor.process(delivery(started=[start()]))
+    ids = smollm2.encode("one two three four")
+    assert len(ids) == 4
+    (plain,) = processor.process(delivery([(0, 0, ids[:1])]))
+    assert plain.drafted == ()
+    (more,) = processor.process(delivery([(0, 0, ids[1:])], drafted=[5]))
+    assert more.text == " two three four" and more.drafted == ((0, len(" two three")),)
+    (none,) = processor.process(delivery([(0, 0, ids[:1])], drafted=[5]))
+    assert none.drafted == (), "the one token of the step is the model's own"
+    both = merge_deltas([plain, more, none, more])
+    parts = [both.text[first:end] for first, end in both.drafted]
+    assert parts == [" two three"] * 2
+
+
+def test_guessed_text_ends_where_a_stop_string_begins(smollm2: Tokenizer) -> None:
+    processor = OutputProcessor(smollm2, (EOS,))
+    processor.add(request(stop=("b",)), 0)
+    processor.process(delivery(started=[start()]))
+    a, b = (smollm2.encode(text)[0] for text in "ab")
+    (last,) = processor.process(delivery([(0, 0, [a, b, a, a])], drafted=[3]))
+    assert (last.text, last.drafted) == ("a", ((0, 1),))
+
+
+def test_half_a_character_counts_for_its_last_token(smollm2: Tokenizer) -> None:
+    processor = OutputProcessor(smollm2, (EOS,))
+    processor.add(request(), 0)
+    processor.process(delivery(started=[start()]))
+    ids = smollm2.encode("a👋b")
+    assert len(ids) > 4
+    (begun,) = processor.process(delivery([(0, 0, ids[:-2])], drafted=[5]))
+    assert (begun.text, begun.drafted) == ("a", ((0, 1),))
+    (rest,) = processor.process(delivery([(0, 0, ids[-2:])], drafted=[5]))
+    assert (rest.text, rest.drafted) == ("👋b", ((0, 1),))

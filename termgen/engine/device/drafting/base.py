@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from termgen.engine.device.attention.base import AttentionMetadata
+from termgen.vocabulary.events import DraftChoice
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import StepPlan, StepResult
 
@@ -96,6 +97,8 @@ class Drafter(Protocol):
     lengths: Sequence[int]
     """Numbers of drafts, one for all rows of a step, where the host cannot see how many each has;
     none, where it can."""
+    choice: DraftChoice | None
+    """Why the newest step with places for drafts got as many as `places` said."""
 
     def places(self, plan: StepPlan, state: DraftedRows, lengths: Sequence[int]) -> IntArray:
         """[num_rows] most drafts that each row of a planned step computes; no more than planned

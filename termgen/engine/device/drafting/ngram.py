@@ -45,9 +45,8 @@ class NgramDrafter(PayingDrafter):
             ids[slot, length : length + len(guess)] = guess
             found.append(len(guess))
             self._kinds[slot] = max(0, bisect_right(KIND_FROM, matched) - 1)
-        if any(found):
-            kinds = self._kinds[slots]
-            counts = self._payoff.choose(slots, np.asarray(found), kinds, num_rows)
+        if found:
+            counts = self._choose(slots, np.asarray(found), num_rows)
             state.num_drafts.numpy()[slots] = counts
 
     def guess(self, tokens: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], int]:

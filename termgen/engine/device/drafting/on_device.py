@@ -12,6 +12,7 @@ import numpy as np
 
 from termgen.engine.device.drafting.base import DraftedRows, DraftModel
 from termgen.engine.device.drafting.payoff import DraftPayoff
+from termgen.vocabulary.events import DraftChoice, DraftReason
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import StepPlan, StepResult
 
@@ -39,7 +40,8 @@ class DeviceDrafter:
         self._payoff = DraftPayoff(num_slots, token_share=TOKEN_SHARE, remembered=REMEMBERED)
         self._kinds = np.zeros(num_slots, np.int64)
         self._chosen_for: IntArray | None = None
-        self._chosen, self._steps_left = 0, 0
+        self._chosen, self._steps_left = DraftChoice(0, num_tokens, DraftReason.UNTRIED), 0
+        self.choice: DraftChoice | None = None
 
     def places(self, plan: StepPlan, state: DraftedRows, lengths: Sequence[int]) -> IntArray:
         """See `Drafter`."""
@@ -47,17 +49,26 @@ class DeviceDrafter:
             self._chosen_for, self._steps_left = plan.slots, CHOSEN_FOR
             self._chosen = self._choose(plan, lengths)
         self._steps_left -= 1
-        chosen = self._chosen if self._chosen in lengths else 0
-        return np.full(plan.num_rows, chosen, np.int32)
+        self.choice = chosen = self._chosen
+        if chosen.num_drafts and chosen.num_drafts not in lengths:
+            self.choice = chosen = self._none_possible(plan)
+        return np.full(plan.num_rows, chosen.num_drafts, np.int32)
 
-    def _choose(self, plan: StepPlan, lengths: Sequence[int]) -> int:
+    def _none_possible(self, plan: StepPlan) -> DraftChoice:
+        why = DraftReason.NO_RECORDING if plan.is_decode else DraftReason.PROMPTS
+        return DraftChoice(0, self.num_tokens, why)
+
+    def _choose(self, plan: StepPlan, lengths: Sequence[int]) -> DraftChoice:
+        if not lengths:
+            return self._none_possible(plan)
         rows, places = plan.num_rows, plan.num_draft_tokens
         for k in (0, *lengths[-1:]):
             if not self._payoff.has_seen_like(rows * (1 + k)):
-                return k  # to see what it takes
+                return DraftChoice(k, self.num_tokens, DraftReason.UNTRIED)
         share = self._payoff.share_right(plan.slots, self._kinds[plan.slots])
         sizes = np.asarray([1, *(1 + k for k in lengths)])
         best, most = 0, 0.0
+        rates, kept_shares = {}, {}
         times = self._payoff.times(rows * sizes)
         for k, took in zip((0, *lengths), times.tolist(), strict=True):
             drafts = np.minimum(places, k)
@@ -65,7 +76,12 @@ class DeviceDrafter:
             tokens = float(((1 - share ** (1 + drafts)) / (1 - share)).sum())
             if tokens / took > (most if best or not k else LEAST_GAIN * most):
                 best, most = k, tokens / took
-        return best
+            rates[k] = 1e9 * tokens / took
+            kept_shares[k] = (tokens - rows) / max(1, int(drafts.sum()))
+        why = DraftReason.BEST if best else DraftReason.NO_GAIN
+        shown = best or max(lengths, key=rates.__getitem__)
+        of_shown = (shown, rates[shown], rates[0], kept_shares[shown])
+        return DraftChoice(best, self.num_tokens, why, *of_shown)
 
     def step_ended(self, plan: StepPlan, took_ns: int, state: DraftedRows) -> None:
         """See `Drafter`: nothing is known before the step has landed."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from termgen.engine.device.drafting.base import DraftedRows, DraftModel
 from termgen.engine.device.drafting.payoff import DraftPayoff
 from termgen.engine.device.sampling.metadata import HAS_GRAMMAR
+from termgen.vocabulary.events import DraftChoice
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import StepPlan, StepResult
 
@@ -30,6 +32,7 @@ class PayingDrafter:
         """Kind of each row's drafts."""
         self._lengths = np.zeros(num_slots, np.int64)
         """Tokens of each row when its step began."""
+        self.choice: DraftChoice | None = None
 
     def places(self, plan: StepPlan, state: DraftedRows, lengths: Sequence[int]) -> IntArray:
         """See `Drafter`: as many as there are, so that none is computed in vain."""
@@ -38,9 +41,20 @@ class PayingDrafter:
     def landed(self, plan: StepPlan, result: StepResult) -> None:
         """See `Drafter`: `step_ended` saw all of it."""
 
+    def _choose(
+        self, slots: npt.NDArray[np.int32], num_found: npt.NDArray[np.int64], num_rows: int
+    ) -> npt.NDArray[np.int64]:
+        """[n] drafts of these rows in the next step, and the reason in `choice`. See
+        `DraftPayoff.choose`."""
+        offer = (slots, num_found, self._kinds[slots], num_rows)
+        counts = self._payoff.choose(*offer)
+        self.choice = self._payoff.explain(*offer, counts, self.num_tokens)
+        return counts
+
     def _learn(self, plan: StepPlan, took_ns: int, state: DraftedRows) -> tuple[IntArray, int]:
         """Note what a step's drafts gave. Returns the slots that may get new ones, and the number
         of the step's rows that go on."""
+        self.choice = None
         for added in plan.added:
             self._payoff.begin(added.slot)
             self._lengths[added.slot] = len(added.token_ids)
@@ -74,6 +88,6 @@ class ModelDrafter(PayingDrafter):
         num_drafts[plan.slots] = 0
         if len(slots):
             most = np.full(len(slots), self.num_tokens)
-            counts = self._payoff.choose(slots, most, self._kinds[slots], num_rows)
+            counts = self._choose(slots, most, num_rows)
             self.num_wanted = int(counts.max())
             num_drafts[slots] = np.minimum(counts, made[slots])

@@ -8,11 +8,12 @@ right. The likely ones come first, and n is what gives the most tokens for its t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from termgen.vocabulary.events import DraftChoice, DraftReason
 from termgen.vocabulary.request import IntArray
 
 PRIOR = 0.6
@@ -35,6 +36,19 @@ KNOWN_FROM = 2
 """Steps of a size after which its time is known: the first one may have compiled something."""
 REMEMBERED = 500
 """Steps after which a time is forgotten: what was slow on a busy machine is tried again."""
+
+
+class _Offers(NamedTuple):
+    """Steps to choose from, each with one draft more than the one before."""
+
+    owners: npt.NDArray[np.int64]
+    """[n] index of the row of each draft, the likeliest draft first."""
+    tokens: npt.NDArray[np.float64]
+    """[1 + n] tokens that a step with none, one, ... of them is expected to give."""
+    sizes: npt.NDArray[np.int64]
+    """[1 + n] tokens that it computes."""
+    rates: npt.NDArray[np.float64]
+    """[1 + n] tokens for its time, in the unit of `DraftPayoff.times`."""
 
 
 class DraftPayoff:
@@ -119,14 +133,47 @@ class DraftPayoff:
         num_found, kinds: [n] drafts that there are for each. num_rows: rows of the step, these
         among them.
         """
+        offers = self._offers(slots, num_found, kinds, num_rows)
+        best = int(np.argmax(offers.rates))
+        return np.bincount(offers.owners[:best], minlength=len(slots)).astype(np.int64)
+
+    def explain(
+        self,
+        slots: npt.NDArray[np.int32],
+        num_found: npt.NDArray[np.int64],
+        kinds: npt.NDArray[np.int64],
+        num_rows: int,
+        counts: npt.NDArray[np.int64],
+        most: int,
+    ) -> DraftChoice:
+        """Why these counts were chosen from the same. most: drafts that a row may have."""
+        chosen, deepest = int(counts.sum()), int(counts.max(initial=0))
+        if not num_found.any():
+            return DraftChoice(0, most, DraftReason.NONE_FOUND)
+        offers = self._offers(slots, num_found, kinds, num_rows)
+        shown = chosen or 1 + int(np.argmax(offers.rates[1:]))
+        if not all(self.has_seen_like(int(offers.sizes[number])) for number in (0, shown)):
+            return DraftChoice(deepest, most, DraftReason.UNTRIED)
+        why = DraftReason.BEST if chosen else DraftReason.NO_GAIN
+        compared = deepest or int(np.bincount(offers.owners[:shown]).max())
+        kept_share = (float(offers.tokens[shown]) - num_rows) / shown
+        rate, without = 1e9 * float(offers.rates[shown]), 1e9 * float(offers.rates[0])
+        return DraftChoice(deepest, most, why, compared, rate, without, kept_share)
+
+    def _offers(
+        self,
+        slots: npt.NDArray[np.int32],
+        num_found: npt.NDArray[np.int64],
+        kinds: npt.NDArray[np.int64],
+        num_rows: int,
+    ) -> _Offers:
         owners = np.repeat(np.arange(len(slots)), num_found)
         places = np.arange(len(owners)) - np.repeat(np.cumsum(num_found) - num_found, num_found)
         chances = self.share_right(slots, kinds)[owners] ** (1 + places)
         order = np.argsort(-chances, kind="stable")  # a row's own are in order already
         tokens = num_rows + np.concatenate(([0.0], np.cumsum(chances[order])))
         sizes = num_rows + np.arange(1 + len(order))
-        best = int(np.argmax(tokens / self.times(sizes)))
-        return np.bincount(owners[order[:best]], minlength=len(slots)).astype(np.int64)
+        return _Offers(owners[order], tokens, sizes, tokens / self.times(sizes))
 
     def has_seen_like(self, size: int) -> bool:
         """True if a step of so many tokens lies between those seen, or near them."""

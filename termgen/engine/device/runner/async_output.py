@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from termgen.engine.device.runner.dispatch import Dispatch
+from termgen.vocabulary.events import DraftChoice
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import (
     CORRUPT_TOKEN,
@@ -66,6 +67,8 @@ class Launch:
     num_late_compiles: int = 0
     num_drafted: IntArray | None = None
     """See `StepResult`."""
+    draft_choice: DraftChoice | None = None
+    """Why the step had as many places for drafts as it had."""
     on_landing: Callable[[StepResult], None] | None = None
     """Called with the result, in the thread that asks for it."""
 
@@ -136,6 +139,10 @@ class RecordedOutput:
             is_sampled = tokens >= 0
             corrupt = by_row(plan, tokens == CORRUPT_TOKEN).nonzero()[0].astype(np.int32)
             num_sampled, tokens = by_row(plan, is_sampled), tokens[is_sampled]
+        choice = launch.draft_choice
+        if choice is not None:
+            num_drafts = int(plan.num_draft_tokens.max()) if plan.num_drafts else 0
+            choice = choice.as_ran(num_drafts)
         result = StepResult(
             step_id=plan.step_id,
             num_sampled=num_sampled,
@@ -152,6 +159,7 @@ class RecordedOutput:
             num_drafted=launch.num_drafted,
             seen_ns=seen_ns,
             model_span_ns=launch.model_span_ns,
+            draft_choice=choice,
         )
         if launch.on_landing is not None:
             launch.on_landing(result)

@@ -345,11 +345,11 @@ class ModelRunner:
             start = clock.start() if clock is not None and clock.is_busy else None
             with torch.inference_mode(), self.watch_compiles():
                 self.state.update(plan)
-        num_drafted = on_landing = None
+        num_drafted = on_landing = choice = None
         if self.drafts is not None:
             if plan.num_drafts:
                 plan = self.drafts.cut(plan, self.state, self.graphs)
-                num_drafted = plan.num_draft_tokens
+                num_drafted, choice = plan.num_draft_tokens, self.drafts.drafter.choice
             on_landing = partial(self.drafts.drafter.landed, plan)
         if self.states:
             self._copy_states(plan)
@@ -362,7 +362,13 @@ class ModelRunner:
         if clock is not None and start is None:
             start = clock.start()
         return Launch(
-            plan, dispatch, started_ns, start, num_drafted=num_drafted, on_landing=on_landing
+            plan,
+            dispatch,
+            started_ns,
+            start,
+            num_drafted=num_drafted,
+            draft_choice=choice,
+            on_landing=on_landing,
         )
 
     @torch.inference_mode()

@@ -34,6 +34,7 @@ COMMANDS = (
     SlashCommand("find", "the questions of this chat, or turns that have these words", "WORDS"),
     SlashCommand("tree", "the branches of this chat, or turns that have these words", "WORDS"),
     SlashCommand("tokens", "how likely the answer's tokens were; branch from one"),
+    SlashCommand("guessed", "tint what came as guessed tokens, or no longer", "on|off"),
     SlashCommand("links", "list the links of the last answer, to open or copy one"),
     SlashCommand("sessions", "list, search and open earlier chats"),
     SlashCommand("rename", "give this chat a name", "NAME"),

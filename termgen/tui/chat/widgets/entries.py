@@ -22,6 +22,7 @@ from termgen.tui.chat.widgets.chat_rows import (
     waiting_row,
     with_cursor,
 )
+from termgen.tui.chat.widgets.draft_tint import DraftTint, Ranges
 from termgen.tui.keys.keymap import KeyOf
 from termgen.tui.paint.formatting import count
 from termgen.tui.paint.markdown_stream import StreamingMarkdown
@@ -160,9 +161,14 @@ class _Section:
         self.thoughts = ThoughtRows(thought, fold_key=keys, before=_INDENT)
         self.calls = CallRows(calls, fold_key=keys, first=first)
         self.cleaner = StreamCleaner()
+        self.tint = DraftTint()
 
-    def feed(self, text: str) -> None:
-        self.markdown.append(self.cleaner.feed(text))
+    def feed(self, text: str, drafted: Ranges = ()) -> None:
+        """drafted: places of guessed parts in the text."""
+        clean_text = self.cleaner.feed(text)
+        if drafted and clean_text == text:
+            self.tint.add(len(self.markdown.source), drafted)
+        self.markdown.append(clean_text)
 
     def finish(self) -> None:
         if not self.markdown.finished:
@@ -179,12 +185,14 @@ class _Section:
     def job(self, width: int) -> Job | None:
         return self.calls.job(width) or self.markdown.job(width) or self.thoughts.job(width)
 
-    def rows(self, width: int, at_once: int | None) -> list[Row]:
+    def rows(self, width: int, at_once: int | None, *, has_tint: bool) -> list[Row]:
         to_do = self.calls.num_chars_to_do(width)
         calls = indented(self.calls(width, at_once=at_once), _INDENT)
         left = max(0, at_once - to_do) if at_once is not None else None
         to_do = self.markdown.num_chars_to_do(width)
         text = self.markdown.rows(width, at_once=left)
+        if has_tint:
+            text = self.tint.on(text, self.markdown.source)
         left = max(0, left - to_do) if left is not None else None
         thoughts = self.thoughts(width, at_once=left)
         gap: list[Row] = [()] if len(thoughts) > 1 and text else []
@@ -202,8 +210,11 @@ class AnswerEntry:
         key_of: KeyOf,
         *,
         clock: Callable[[], float] = time.perf_counter,
+        has_tint: Callable[[], bool] = lambda: False,
     ) -> None:
+        """has_tint: whether the parts that were guessed are tinted now."""
         self._turn = turn
+        self._has_tint = has_tint
         self._name = turn.model_id or model.model_id
         self._clock = clock
         self._fold_key = key_of("chat.thoughts")
@@ -253,8 +264,13 @@ class AnswerEntry:
                 section.thoughts.toggle()
                 return
 
-    def feed(self, text: str) -> None:
-        self._last.feed(text)
+    def feed(self, text: str, drafted: Ranges = ()) -> None:
+        self._last.feed(text, drafted)
+
+    @property
+    def has_drafted(self) -> bool:
+        """Parts of it are known to have been guessed."""
+        return any(section.tint.ranges for section in (*self._rounds, self._last))
 
     def end_round(self) -> None:
         """Go on below the calls: those of the turn's last round have been written."""
@@ -270,6 +286,7 @@ class AnswerEntry:
             return
         if json_opening(self._turn.form):  # rows shown during the stream get their indents
             last.markdown = StreamingMarkdown(before=_INDENT)
+            last.tint = DraftTint()  # the text is laid out anew
             last.markdown.append(clean(as_markdown(self._turn.form, self._turn.answer)))
             last.markdown.finish()
         else:
@@ -301,9 +318,10 @@ class AnswerEntry:
 
     def _body(self, width: int, at_once: int | None) -> list[Row]:
         found: list[list[Row]] = []
+        has_tint = self._has_tint()
         for section in (self._last, *reversed(self._rounds)):
             to_do = section.num_chars_to_do(width)
-            found.append(section.rows(width, at_once))
+            found.append(section.rows(width, at_once, has_tint=has_tint))
             at_once = max(0, at_once - to_do) if at_once is not None else None
         body: list[Row] = []
         for rows in reversed(found):

@@ -31,10 +31,16 @@ MODE_NAMES = {"F": "full", "P": "pieces", "N": "none"}
 
 
 def batch_panel(
-    view: DashboardView, frame: Frame, glyphs: Glyphs, *, cursor: int | None = None
+    view: DashboardView,
+    frame: Frame,
+    glyphs: Glyphs,
+    *,
+    cursor: int | None = None,
+    has_drafts: bool = True,
 ) -> list[Row]:
-    """`cursor` counts steps back from the newest; None follows the newest. The full height is the
-    token budget of a step. A row of letters shows the CUDA graph mode of each step, on a GPU."""
+    """`cursor` counts steps back from the newest; None follows the newest. has_drafts: the words
+    about the marked step say what drafts gave. The full height is the token budget of a step. A row
+    of letters shows the CUDA graph mode of each step, on a GPU."""
     width, height = frame.inner_width, frame.inner_height
     steps = view.steps
     shown, marked = steps_in_view(steps, width - AXIS, cursor)
@@ -73,7 +79,8 @@ def batch_panel(
         body.append((("graph".ljust(AXIS), "faint"), *_right(modes, width - AXIS)))
     elif cursor is not None and body:
         body[-1] = _marked(body[-1], width - len(shown) + marked)
-    body.append(step_line(step, shown, width, on_cpu=view.on_cpu))
+    line = step_line(step, shown, width, on_cpu=view.on_cpu, has_drafts=has_drafts)
+    body.append(line)
     return frame.draw(title, legend, body)
 
 
@@ -210,7 +217,14 @@ def _modes(steps: Sequence[StepRecord], marked: int | None) -> Row:
     return merge(spans)
 
 
-def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_cpu: bool) -> Row:
+def step_line(
+    step: StepRecord,
+    steps: Sequence[StepRecord],
+    width: int,
+    *,
+    on_cpu: bool,
+    has_drafts: bool = True,
+) -> Row:
     """A sentence about the marked step, and the graph modes of the steps in view."""
     parts: list[Span] = [
         ("step ", "muted"),
@@ -240,7 +254,8 @@ def step_line(step: StepRecord, steps: Sequence[StepRecord], width: int, *, on_c
     if step.graph_reason and not on_cpu:
         missed = "no graph" if step.graph_mode == "NONE" else "no full graph"
         tail.append([(f"  {missed}: {step.graph_reason}", "muted")])
-    tail[:0] = _draft_pieces(steps)
+    if has_drafts:
+        tail[:0] = _draft_pieces(steps)
     if step.num_late_masks:
         tail.insert(0, [(f"  late masks {count(step.num_late_masks)}", "muted")])
     if step.num_late_compiles:
@@ -268,12 +283,12 @@ def _draft_pieces(steps: Sequence[StepRecord]) -> list[list[Span]]:
     gained = 1 + kept / max(1, num_rows)
     words = f"  drafts kept {percent(kept / drafted)}, {gained:.1f} tokens a step"
     pieces: list[list[Span]] = [[(words, "muted")]]
-    if bars := _position_bars(first, last):
+    if bars := position_bars(first, last):
         pieces.append([("  by position ", "muted"), (bars, "decode")])
     return pieces
 
 
-def _position_bars(first: StepRecord, last: StepRecord) -> str:
+def position_bars(first: StepRecord, last: StepRecord) -> str:
     """The share of the drafts at each position that stayed, in eighths: `·` for none of them, a
     blank where there were none."""
     bars = []

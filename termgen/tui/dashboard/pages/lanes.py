@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from termgen.tui.dashboard.pages.batch import batch_panel, steps_in_view
+from termgen.tui.dashboard.pages.drafts import drafts_panel, drafts_rows
+from termgen.tui.dashboard.state.draft_figures import draft_figures
 from termgen.tui.dashboard.state.request_history import Doing, History, RequestHistory
 from termgen.tui.dashboard.state.store import DashboardView, RequestRow, step_tokens
 from termgen.tui.paint.formatting import age, brief_id, count
@@ -17,6 +19,8 @@ from termgen.vocabulary.events import StepRecord
 ID_WIDTH = 18
 TOKENS_WIDTH = 7
 MAX_WAITING = 8
+LEAST_COLUMNS, ROOMY = 4, 32
+"""Rows that the steps keep beside the drafts, on a page that is not as high as this."""
 
 
 def batch_page(
@@ -37,11 +41,19 @@ def batch_page(
     budget = min(height, 1 + edge)
     columns = max(0, min(8, height // 4) + edge) if height > 12 else 0
     queue = min(len(waiting), MAX_WAITING, height // 5) + edge if height > 9 else 0
-    rest = height - budget - columns - queue
+    upto = view.steps[: len(view.steps) - (cursor or 0)]
+    figures = draft_figures(upto) if height > 9 else None
+    drafts = drafts_rows(height) + edge if figures is not None else 0
+    if drafts and columns and height < ROOMY:
+        columns -= min(drafts // 2, max(0, columns - edge - LEAST_COLUMNS))
+    rest = height - budget - drafts - columns - queue
     rows = budget_panel(view, Frame(width, budget, boxed), glyphs, cursor=cursor)
+    if figures is not None:
+        rows += drafts_panel(figures, upto, Frame(width, drafts, boxed))
     if columns:
         frame = Frame(width, columns, boxed)
-        rows += batch_panel(view, frame, glyphs, cursor=cursor)
+        told = figures is None
+        rows += batch_panel(view, frame, glyphs, cursor=cursor, has_drafts=told)
     frame = Frame(width, max(0, rest), boxed)
     rows += lanes_panel(view.steps, lanes, frame, glyphs, cursor=cursor, selected=selected)
     if queue:
