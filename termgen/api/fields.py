@@ -25,6 +25,7 @@ from msgspec import inspect
 from termgen.api.errors import invalid_json, model_not_found, unsupported
 from termgen.client import ModelInfo
 from termgen.errors import RequestError
+from termgen.vocabulary.tool_format import ToolFormat
 
 MAX_IGNORED_NAMES = 20
 MAX_FIELDS = 1000
@@ -37,7 +38,6 @@ Check = Callable[[Any], bool]
 """True for a harmless value: one that asks for what would happen anyway."""
 
 T = TypeVar("T", bound=msgspec.Struct)
-R = TypeVar("R")
 
 _WORDS: Mapping[type[inspect.Type], str] = {
     inspect.BoolType: "true or false",
@@ -355,17 +355,35 @@ def resolve_model(value: object, names: Sequence[str]) -> str:
     return value
 
 
-def parse_for_model(data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., R]) -> R:
-    """Parse a body whose answer names the model: `parse` gets the resolved name."""
-    return parse(data, model=resolve_model(data.get("model"), names))
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a parser needs to know of the model and of the server's settings. Can be pickled."""
 
+    names: tuple[str, ...]
+    """Names of the model that requests may use."""
+    defaults: Mapping[str, Any]
+    """The model's own sampling."""
+    tool_format: ToolFormat
+    trusts_template: bool
+    refuses_images: bool
+    force_include_usage: bool
 
-def parse_beside_model(
-    data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., R]
-) -> R:
-    """Parse a body whose answer does not name the model."""
-    resolve_model(data.get("model"), names)
-    return parse(data)
+    def model_of(self, data: Mapping[str, Any]) -> str:
+        """The model's name for the answer to this body. Raises RequestError for another model."""
+        return resolve_model(data.get("model"), self.names)
+
+    def answering(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a parser whose answer is generated."""
+        return {"model": self.model_of(data), "defaults": self.defaults}
+
+    @property
+    def conversing(self) -> dict[str, Any]:
+        """Arguments of a parser that takes a conversation."""
+        return {
+            "tool_format": self.tool_format,
+            "trusts_template": self.trusts_template,
+            "refuses_images": self.refuses_images,
+        }
 
 
 # -- names that are not declared -----------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 
 from termgen.api.errors import request_aborted, unavailable
-from termgen.api.fields import served_names
-from termgen.client import EngineClient
+from termgen.api.fields import Served, served_names
+from termgen.client import AdminClient, EngineClient, GenerationClient, GenerationOnly, ModelInfo
 from termgen.config import ServerConfig
 from termgen.errors import EngineDeadError, EngineError, LoadingError, RequestError
 from termgen.serving.access import Caller, KeyRing, Role
@@ -55,6 +55,7 @@ class ServerState:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.engine: EngineClient | None = None
+        self._generation: GenerationOnly | None = None
         self.metrics: ServerMetrics | None = None
         self.is_draining = False
         self.loading_phase = ""
@@ -78,7 +79,7 @@ class ServerState:
         """Begin to serve this engine. Called once."""
         assert self.engine is None, "a server has one engine"
         self.metrics = ServerMetrics(
-            self.names_for(engine)[0], vllm_names=self.config.metrics_compat == "vllm"
+            self.names_for(engine.model)[0], vllm_names=self.config.metrics_compat == "vllm"
         )
         self.metrics.on_cache(
             block_size=engine.model.block_size, num_blocks=engine.model.num_blocks
@@ -92,7 +93,7 @@ class ServerState:
         self._ring = engine.events(EVENT_RING_CAPACITY)
         self.hub = EventHub(engine)
         self.hub.follow()
-        self.engine = engine
+        self.engine, self._generation = engine, GenerationOnly(engine)
 
     def on_loading(self, phase: str, fraction: float) -> None:
         """Note the progress of loading. May be called from any thread."""
@@ -121,8 +122,19 @@ class ServerState:
         if self.hub is not None:
             self.hub.close()
 
-    def names_for(self, engine: EngineClient) -> tuple[str, ...]:
-        return served_names(engine.model, self.config.served_model_name)
+    def names_for(self, model: ModelInfo) -> tuple[str, ...]:
+        return served_names(model, self.config.served_model_name)
+
+    def served(self, model: ModelInfo) -> Served:
+        config = self.config
+        return Served(
+            names=self.names_for(model),
+            defaults=model.default_params,
+            tool_format=model.tool_format,
+            trusts_template=config.trust_request_chat_template,
+            refuses_images=config.images == "refuse",
+            force_include_usage=config.force_include_usage,
+        )
 
     @property
     def status(self) -> str:
@@ -135,8 +147,23 @@ class ServerState:
             return "draining"
         return "asleep" if self.engine.sleep_level else "ok"
 
-    def require_engine(self) -> EngineClient:
-        """The engine, if it can be given a new request now."""
+    def require_generation(self) -> GenerationClient:
+        """The generating half of the engine, if it can be given a new request now."""
+        self._check_attached()
+        assert self._generation is not None
+        return self._generation
+
+    def require_model(self) -> ModelInfo:
+        """The engine's model, on the same condition."""
+        return self.require_admin().model
+
+    def require_admin(self) -> AdminClient:
+        """The administrating half, on the same condition."""
+        self._check_attached()
+        assert self.engine is not None
+        return self.engine
+
+    def _check_attached(self) -> None:
         status = self.status
         if status == "loading":
             raise LoadingError(self.loading_phase, self.loading_progress)
@@ -144,8 +171,6 @@ class ServerState:
             raise EngineDeadError("The engine has stopped or stands still; see the server's log")
         if status == "draining":
             raise unavailable("draining", "The server is shutting down")
-        assert self.engine is not None
-        return self.engine
 
     def check_awake(self) -> None:
         """Raises RequestError while the engine sleeps: a new answer would wait for an unknown
