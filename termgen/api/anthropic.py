@@ -653,11 +653,11 @@ class MessageStream:
 
 
 def _parse(served: Served, data: Mapping[str, Any]) -> MessagesRequest:
-    return parse_messages(data, **served.answering(data), **served.conversing)
+    return parse_messages(data, **served.answering, **served.conversing)
 
 
 def _parse_count(served: Served, data: Mapping[str, Any]) -> MessagesRequest:
-    context = {**served.answering(data), **served.conversing}
+    context = {**served.answering, **served.conversing}
     return parse_messages(data, only_counts=True, **context)
 
 

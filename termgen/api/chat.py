@@ -352,7 +352,7 @@ def _parse(served: Served, data: Mapping[str, Any]) -> ChatRequest:
     return parse_chat(
         data,
         force_include_usage=served.force_include_usage,
-        **served.answering(data),
+        **served.answering,
         **served.conversing,
     )
 

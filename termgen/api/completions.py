@@ -359,7 +359,7 @@ def _text_logprobs(request: CompletionRequest) -> TextLogprobs:
 
 def _parse(served: Served, data: Mapping[str, Any]) -> CompletionRequest:
     return parse_completion(
-        data, force_include_usage=served.force_include_usage, **served.answering(data)
+        data, force_include_usage=served.force_include_usage, **served.answering
     )
 
 

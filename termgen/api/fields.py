@@ -38,6 +38,7 @@ Check = Callable[[Any], bool]
 """True for a harmless value: one that asks for what would happen anyway."""
 
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 
 _WORDS: Mapping[type[inspect.Type], str] = {
     inspect.BoolType: "true or false",
@@ -345,7 +346,7 @@ def served_names(info: ModelInfo, configured: Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve_model(value: object, names: Sequence[str]) -> str:
-    """The model's name for the answer. Requests may leave it out, since one model is loaded."""
+    """The model's name for the answer. Requests may leave it out: the first one is meant."""
     if value is None:
         return names[0]
     if not isinstance(value, str):
@@ -357,10 +358,11 @@ def resolve_model(value: object, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a parser needs to know of the model and of the server's settings. Can be pickled."""
+    """What a parser needs to know of the model that a body asks for, and of the server's settings.
+    Can be pickled."""
 
-    names: tuple[str, ...]
-    """Names of the model that requests may use."""
+    model: str
+    """The model's name for the answer."""
     defaults: Mapping[str, Any]
     """The model's own sampling."""
     tool_format: ToolFormat
@@ -368,13 +370,10 @@ class Served:
     refuses_images: bool
     force_include_usage: bool
 
-    def model_of(self, data: Mapping[str, Any]) -> str:
-        """The model's name for the answer to this body. Raises RequestError for another model."""
-        return resolve_model(data.get("model"), self.names)
-
-    def answering(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    @property
+    def answering(self) -> dict[str, Any]:
         """Arguments of a parser whose answer is generated."""
-        return {"model": self.model_of(data), "defaults": self.defaults}
+        return {"model": self.model, "defaults": self.defaults}
 
     @property
     def conversing(self) -> dict[str, Any]:
@@ -384,6 +383,17 @@ class Served:
             "trusts_template": self.trusts_template,
             "refuses_images": self.refuses_images,
         }
+
+
+def parse_for_model(
+    models: Mapping[str, Served],
+    parse: Callable[[Served, Mapping[str, Any]], R],
+    data: Mapping[str, Any],
+) -> tuple[str, R]:
+    """The name of the model that a body asks for, and the body, parsed for it. models: those that
+    are served, by name."""
+    name = resolve_model(data.get("model"), tuple(models))
+    return name, parse(models[name], data)
 
 
 # -- names that are not declared -----------------------------------------------------------

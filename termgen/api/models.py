@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -44,8 +44,9 @@ def _capabilities(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def model_list(info: ModelInfo, names: Sequence[str]) -> dict[str, Any]:
-    return {"object": "list", "data": [model_object(info, name) for name in names]}
+def model_list(models: Iterable[tuple[str, ModelInfo]]) -> dict[str, Any]:
+    """models: each name that is served, and its model."""
+    return {"object": "list", "data": [model_object(info, name) for name, info in models]}
 
 
 # -- the tokenizer -------------------------------------------------------------------------
@@ -166,7 +167,6 @@ def tokenizer_object(model: ModelInfo, info: TokenizerInfo) -> dict[str, Any]:
 
 
 def _parse_tokenize(served: Served, data: Mapping[str, Any]) -> TokenizeRequest:
-    served.model_of(data)
     return parse_tokenize(data, **served.conversing)
 
 
@@ -177,7 +177,6 @@ async def _tokenize(asked: TokenizeRequest, engine: GenerationClient) -> dict[st
 
 
 def _parse_detokenize(served: Served, data: Mapping[str, Any]) -> DetokenizeRequest:
-    served.model_of(data)
     return parse_detokenize(data)
 
 

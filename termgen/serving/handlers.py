@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from termgen.api.chat_bridge import renamed
 from termgen.api.errors import body_too_slow
-from termgen.api.fields import ignored_header, parse_json
+from termgen.api.fields import ignored_header, parse_for_model, parse_json
 from termgen.api.job import Job
 from termgen.api.rows import Asked, AskingRow, GeneratingRow, TokenRow
 from termgen.errors import RequestError
@@ -46,10 +46,10 @@ async def generate(row: GeneratingRow[Any], request: Request) -> ASGIApp:
     """The ASGI response to this request. Raises RequestError for faults that are known before
     admission."""
     state = state_of(request)
-    asked = await _parse_body(row, request)
+    name, asked = await _parse_body(row, request)
     _check_priorities(caller_of(request.scope), asked.jobs)
     headers = _ignored_headers(state, asked)
-    engine, options = state.require_generation(), asked.options
+    engine, options = state.require_generation(name), asked.options
     generation = Generation(
         state,
         engine,
@@ -73,8 +73,9 @@ async def generate(row: GeneratingRow[Any], request: Request) -> ASGIApp:
 
 
 async def work_on_tokens(row: TokenRow[Any], request: Request) -> Response:
-    state, engine = state_of(request), state_of(request).require_generation()
-    asked = await _parse_body(row, request)
+    state = state_of(request)
+    name, asked = await _parse_body(row, request)
+    engine = state.engines.generation(name)
     with state.admission.place(state.admission.estimate(row.measured(asked))):
         answer = await until_disconnect(request.receive, row.work(asked, engine))
     return JSONReply(answer, headers=_ignored_headers(state, asked))
@@ -83,12 +84,12 @@ async def work_on_tokens(row: TokenRow[Any], request: Request) -> Response:
 # -- bodies --------------------------------------------------------------------------------
 
 
-async def _parse_body(row: AskingRow[A], request: Request) -> A:
-    """The parsed body. Where the queue is full it is not even read."""
+async def _parse_body(row: AskingRow[A], request: Request) -> tuple[str, A]:
+    """The name of the model, and the parsed body. Where the queue is full it is not even read."""
     state = state_of(request)
-    model = state.require_model()
+    state.check_ready()
     state.admission.check_room()
-    return await _read_json(request, partial(row.parse, state.served(model)))
+    return await _read_json(request, partial(parse_for_model, state.served_models(), row.parse))
 
 
 async def _read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:

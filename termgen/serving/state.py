@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -49,13 +49,35 @@ class Cancellable(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
+class Engines:
+    """The engines behind a server, by the names that requests use. The first one answers requests
+    without a name."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, tuple[EngineClient, GenerationOnly]] = {}
+
+    def add(self, names: Sequence[str], engine: EngineClient) -> None:
+        self._by_name |= dict.fromkeys(names, (engine, GenerationOnly(engine)))
+
+    def models(self) -> Iterator[tuple[str, ModelInfo]]:
+        """Each name and its model."""
+        for name, (engine, _) in self._by_name.items():
+            yield name, engine.model
+
+    def generation(self, name: str | None = None) -> GenerationClient:
+        """The generating half of the engine of this name; None for the first."""
+        if name is None:
+            name = next(iter(self._by_name))
+        return self._by_name[name][1]
+
+
 class ServerState:
     """The state of one server. Owned by the event loop."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.engine: EngineClient | None = None
-        self._generation: GenerationOnly | None = None
+        self.engines = Engines()
         self.metrics: ServerMetrics | None = None
         self.is_draining = False
         self.loading_phase = ""
@@ -93,7 +115,8 @@ class ServerState:
         self._ring = engine.events(EVENT_RING_CAPACITY)
         self.hub = EventHub(engine)
         self.hub.follow()
-        self.engine, self._generation = engine, GenerationOnly(engine)
+        self.engines.add(self.names_for(engine.model), engine)
+        self.engine = engine
 
     def on_loading(self, phase: str, fraction: float) -> None:
         """Note the progress of loading. May be called from any thread."""
@@ -125,16 +148,20 @@ class ServerState:
     def names_for(self, model: ModelInfo) -> tuple[str, ...]:
         return served_names(model, self.config.served_model_name)
 
-    def served(self, model: ModelInfo) -> Served:
+    def served_models(self) -> dict[str, Served]:
+        """What parsers need to know of each model, by the names that requests may use."""
         config = self.config
-        return Served(
-            names=self.names_for(model),
-            defaults=model.default_params,
-            tool_format=model.tool_format,
-            trusts_template=config.trust_request_chat_template,
-            refuses_images=config.images == "refuse",
-            force_include_usage=config.force_include_usage,
-        )
+        return {
+            name: Served(
+                model=name,
+                defaults=model.default_params,
+                tool_format=model.tool_format,
+                trusts_template=config.trust_request_chat_template,
+                refuses_images=config.images == "refuse",
+                force_include_usage=config.force_include_usage,
+            )
+            for name, model in self.engines.models()
+        }
 
     @property
     def status(self) -> str:
@@ -147,23 +174,20 @@ class ServerState:
             return "draining"
         return "asleep" if self.engine.sleep_level else "ok"
 
-    def require_generation(self) -> GenerationClient:
-        """The generating half of the engine, if it can be given a new request now."""
-        self._check_attached()
-        assert self._generation is not None
-        return self._generation
-
-    def require_model(self) -> ModelInfo:
-        """The engine's model, on the same condition."""
-        return self.require_admin().model
+    def require_generation(self, name: str | None = None) -> GenerationClient:
+        """The generating half of an engine, if it can be given a new request now. name: as for
+        `Engines.generation`."""
+        self.check_ready()
+        return self.engines.generation(name)
 
     def require_admin(self) -> AdminClient:
         """The administrating half, on the same condition."""
-        self._check_attached()
+        self.check_ready()
         assert self.engine is not None
         return self.engine
 
-    def _check_attached(self) -> None:
+    def check_ready(self) -> None:
+        """Raises the error of a request that comes while no new one can be taken."""
         status = self.status
         if status == "loading":
             raise LoadingError(self.loading_phase, self.loading_progress)

@@ -17,17 +17,18 @@ from termgen.serving.state import state_of
 
 async def list_models(request: Request) -> Response:
     state = state_of(request)
-    model = state.require_model()
-    return JSONReply(model_list(model, state.names_for(model)))
+    state.check_ready()
+    return JSONReply(model_list(state.engines.models()))
 
 
 async def get_model(request: Request) -> Response:
     state = state_of(request)
-    model = state.require_model()
+    state.check_ready()
     name = request.path_params["id"]
-    if name not in state.names_for(model):
-        raise model_not_found(name)
-    return JSONReply(model_object(model, name))
+    for served, model in state.engines.models():
+        if served == name:
+            return JSONReply(model_object(model, name))
+    raise model_not_found(name)
 
 
 async def embeddings(request: Request) -> Response:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from fake_engine import FakeEngine, Script
+from fake_engine import FakeEngine, Script, make_model_info
 from server_harness import MESSAGES, app_client
 
 from termgen.api import sse
@@ -28,7 +28,7 @@ from termgen.client import (
     TokenDelta,
 )
 from termgen.config import ServerConfig
-from termgen.serving.app import create_app
+from termgen.serving.app import build_app, create_app
 from termgen.serving.request_metrics import RequestReport
 from termgen.serving.state import ServerState
 from termgen.serving.table import ENDPOINTS
@@ -68,7 +68,7 @@ def parse(served: Served, data: Mapping[str, Any]) -> Telegram:
     )
     options = ResponseOptions(
         id="telegram-1",
-        model=served.model_of(data),
+        model=served.model,
         created=0,
         stream=body.live,
         include_usage=False,
@@ -278,6 +278,38 @@ async def test_generating_endpoints_cannot_reach_administration() -> None:
             assert hasattr(engine, name) and not hasattr(seen, name), name
         with pytest.raises(AttributeError):
             seen.sleep_level = 1  # type: ignore[attr-defined]
+
+
+# -- engines by name -----------------------------------------------------------------------
+
+
+async def test_the_model_of_a_body_chooses_the_engine() -> None:
+    """Endpoints look an engine up: a second one answers to its own name only."""
+    first = FakeEngine(script=Script(pieces=("one",)))
+    second = FakeEngine(script=Script(pieces=("two",)), model=make_model_info(model_id="second"))
+    state = ServerState(ServerConfig())
+    state.attach(first)
+    state.engines.add(("second",), second)
+    transport = httpx.ASGITransport(app=build_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        texts = {}
+        for name in (None, "fake/model-1", "second", "third"):
+            reply = await client.post("/v1/completions", json={"prompt": "x", "model": name})
+            body = reply.json()
+            texts[name] = body["choices"][0]["text"] if reply.is_success else body["error"]["code"]
+            if reply.is_success:
+                assert body["model"] == name or name is None
+        counted = await client.post("/tokenize", json={"prompt": "x", "model": "second"})
+        listed = [m["id"] for m in (await client.get("/v1/models")).json()["data"]]
+    assert texts == {
+        None: "one",
+        "fake/model-1": "one",
+        "second": "two",
+        "third": "model_not_found",
+    }
+    assert counted.status_code == 200 and listed == ["fake/model-1", "second"]
+    assert len(first.calls) == 2 and len(second.calls) == 1
+    state.detach()
 
 
 def test_paths_are_unique() -> None:

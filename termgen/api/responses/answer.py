@@ -313,7 +313,7 @@ def _text_delta(number: int, place: dict[str, Any], text: str) -> dict[str, Any]
 
 
 def _parse(served: Served, data: Mapping[str, Any]) -> ResponsesRequest:
-    return parse_responses(data, **served.answering(data), **served.conversing)
+    return parse_responses(data, **served.answering, **served.conversing)
 
 
 ROW = GeneratingRow(
