@@ -1,4 +1,4 @@
-"""The engine interface for front ends: `EngineClient` and the values that cross it.
+"""The engine interface for front ends: `EngineClient`, its halves, and the values that cross it.
 
 Server, TUI and bench depend on this module, the events and the api package, but on nothing else of
 the engine. `termgen.engine.loop.engine.AsyncEngine` is the in-process implementation.
@@ -79,7 +79,7 @@ def _num_chars(data: object) -> int:
 
 
 PauseMode = Literal["wait", "abort", "keep"]
-"""How a pause treats the engine's requests; see `EngineClient.pause`."""
+"""How a pause treats the engine's requests; see `AdminClient.pause`."""
 
 
 SleepLevel = Literal[1, 2]
@@ -219,8 +219,8 @@ class TokenizerInfo:
     chat_template: str | None = None
 
 
-class EngineClient(Protocol):
-    """An engine seen from outside. Use all coroutines on one asyncio loop, whichever it is."""
+class GenerationClient(Protocol):
+    """The half of an engine that requests use: generation, and tokens of text and back."""
 
     @property
     def model(self) -> ModelInfo: ...
@@ -263,6 +263,13 @@ class EngineClient(Protocol):
 
     @property
     def tokenizer_info(self) -> TokenizerInfo: ...
+
+
+class AdminClient(Protocol):
+    """The half of an engine that its owner uses: what it does, pause, sleep, and caches."""
+
+    @property
+    def model(self) -> ModelInfo: ...
 
     def grammar_totals(self) -> GrammarTotals:
         """Count and time of grammar compilations since the start."""
@@ -330,3 +337,55 @@ class EngineClient(Protocol):
         Unlike `is_healthy` this detects an idle engine that no longer responds.
         """
         ...
+
+
+class EngineClient(GenerationClient, AdminClient, Protocol):
+    """An engine seen from outside. Use all coroutines on one asyncio loop, whichever it is."""
+
+
+class GenerationOnly:
+    """The generating half of an engine, for code that must not reach the other half."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: GenerationClient) -> None:
+        self._engine = engine
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._engine.model
+
+    @property
+    def tokenizer_info(self) -> TokenizerInfo:
+        return self._engine.tokenizer_info
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client: str = "",
+    ) -> AsyncGenerator[TokenDelta, None]:
+        return self._engine.generate(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            client=client,
+        )
+
+    async def abort(self, request_id: str) -> bool:
+        return await self._engine.abort(request_id)
+
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        return await self._engine.tokenize(prompt, add_special_tokens=add_special_tokens)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await self._engine.detokenize(token_ids)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return await self._engine.token_texts(token_ids)

@@ -35,11 +35,22 @@ from termgen.api.chat_prompt import (
     texts_of,
     unsupported_part,
 )
-from termgen.api.errors import ErrorReply, reply_for, unsupported
-from termgen.api.fields import Endpoint, is_empty, one_of, parse_json, read, wanted, wrong_type
+from termgen.api.errors import ErrorReply, ErrorShape, reply_for, unsupported
+from termgen.api.fields import (
+    Endpoint,
+    Served,
+    is_empty,
+    one_of,
+    parse_json,
+    read,
+    wanted,
+    wrong_type,
+)
+from termgen.api.job import Job, ResponseOptions
+from termgen.api.rows import AskingRow, GeneratingRow, TokenRow
 from termgen.api.sampling import MAX_INT, PositiveInt, SharedFields
 from termgen.api.tools import left_out, refuse_choice
-from termgen.client import TokenDelta
+from termgen.client import GenerationClient, Prompt, TokenDelta
 from termgen.errors import RequestError
 
 NAMES = {
@@ -55,6 +66,20 @@ NAMES = {
 
 MESSAGES_PATH = re.compile(r"/v1/messages(/.*)?", re.DOTALL)
 """Paths whose errors have Anthropic's shape."""
+
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
 
 CALLS = frozenset({"tool_use", "mcp_tool_use"})
 RESULTS = frozenset({"tool_result", "mcp_tool_result"})
@@ -164,6 +189,18 @@ class MessagesRequest:
     ignored: tuple[str, ...]
     shows_thoughts: bool = True
     """False: the client asked for answers without thoughts."""
+
+    @property
+    def jobs(self) -> tuple[Job]:
+        return self.chat.jobs
+
+    @property
+    def options(self) -> ResponseOptions:
+        return self.chat.options
+
+    @property
+    def not_used(self) -> tuple[str, ...]:
+        return self.chat.not_used
 
 
 def parse_messages(
@@ -415,6 +452,36 @@ def _output(config: OutputConfig | None) -> dict[str, Any]:
     return fields
 
 
+# -- errors --------------------------------------------------------------------------------
+
+
+def _reshape(reply: ErrorReply, request_id: str) -> ErrorReply:
+    """The same failure in Anthropic's shape. The error code follows the message, in brackets."""
+    return ErrorReply(reply.status, {**_error(reply), "request_id": request_id}, reply.headers)
+
+
+def _error(reply: ErrorReply) -> dict[str, Any]:
+    error = reply.body["error"]
+    message, code = error["message"], error["code"]
+    if code and code not in message:
+        message = f"{message} ({code})"
+    kind = ERROR_TYPES.get(reply.status, "api_error")
+    if reply.status < 500:
+        kind = ERROR_TYPES.get(reply.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+MESSAGES_WIRE = sse.Wire(
+    frame=sse.named_frame,
+    done=b"",
+    ping=sse.named_frame({"type": "ping"}),
+    error_frames=lambda exc: sse.named_frame(_error(reply_for(exc))),
+)
+ERRORS = ErrorShape(
+    "AnthropicError", ERROR_SCHEMA, _reshape, paths=MESSAGES_PATH, id_header="request-id"
+)
+
+
 # -- answers -------------------------------------------------------------------------------
 
 
@@ -486,6 +553,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 class MessageStream:
     """Turns a chat's deltas into Anthropic's events: message_start, then each block's start, deltas
     and stop, then message_delta, message_stop."""
+
+    wire = MESSAGES_WIRE
 
     def __init__(self, request: MessagesRequest) -> None:
         self._request = request
@@ -580,28 +649,44 @@ class MessageStream:
         return [{"type": "content_block_stop", "index": self._index}]
 
 
-# -- errors --------------------------------------------------------------------------------
+# -- rows ----------------------------------------------------------------------------------
 
 
-def anthropic_reply(reply: ErrorReply, request_id: str) -> ErrorReply:
-    """The same failure in Anthropic's shape. The error code follows the message, in brackets."""
-    return ErrorReply(reply.status, {**_error(reply), "request_id": request_id}, reply.headers)
+def _parse(served: Served, data: Mapping[str, Any]) -> MessagesRequest:
+    return parse_messages(data, **served.answering, **served.conversing)
 
 
-def _error(reply: ErrorReply) -> dict[str, Any]:
-    error = reply.body["error"]
-    message, code = error["message"], error["code"]
-    if code and code not in message:
-        message = f"{message} ({code})"
-    kind = ERROR_TYPES.get(reply.status, "api_error")
-    if reply.status < 500:
-        kind = ERROR_TYPES.get(reply.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+def _parse_count(served: Served, data: Mapping[str, Any]) -> MessagesRequest:
+    context = {**served.answering, **served.conversing}
+    return parse_messages(data, only_counts=True, **context)
 
 
-MESSAGES_WIRE = sse.Wire(
-    frame=sse.named_frame,
-    done=b"",
-    ping=sse.named_frame({"type": "ping"}),
-    error_frames=lambda exc: sse.named_frame(_error(reply_for(exc))),
+def _prompt_of(asked: MessagesRequest) -> Prompt:
+    return asked.chat.job.prompt
+
+
+async def _count(asked: MessagesRequest, engine: GenerationClient) -> dict[str, Any]:
+    return {"input_tokens": len(await engine.tokenize(_prompt_of(asked)))}
+
+
+ROWS: tuple[AskingRow[MessagesRequest], ...] = (
+    GeneratingRow(
+        path="/v1/messages",
+        summary="messages",
+        body=MESSAGES,
+        parse=_parse,
+        stream=MessageStream,
+        whole=message_response,
+        errors=ERRORS,
+        names=NAMES,
+    ),
+    TokenRow(
+        path="/v1/messages/count_tokens",
+        summary="count tokens",
+        body=COUNT_TOKENS,
+        parse=_parse_count,
+        measured=_prompt_of,
+        work=_count,
+        errors=ERRORS,
+    ),
 )

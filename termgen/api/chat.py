@@ -13,6 +13,7 @@ from termgen.api.fields import (
     PROMPT,
     Endpoint,
     Instead,
+    Served,
     is_empty,
     never,
     one_of,
@@ -21,6 +22,7 @@ from termgen.api.fields import (
 )
 from termgen.api.job import AnswerStream, Choice, Job, ResponseOptions, Tally, parse_options
 from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
+from termgen.api.rows import GeneratingRow
 from termgen.api.sampling import (
     HARMLESS,
     LOGPROBS_DOC,
@@ -32,6 +34,7 @@ from termgen.api.sampling import (
     parse_sampling,
     token_limit,
 )
+from termgen.api.sse import CHAT_WIRE
 from termgen.api.tool_calls import CallParser, delta_of, message_fields
 from termgen.api.tools import Tools, constrain, new_parser
 from termgen.client import ChatPrompt, TokenDelta
@@ -99,6 +102,10 @@ class ChatRequest:
     tools: Tools
     not_used: tuple[str, ...] = ()
     """Fields that were understood and have no effect: hints, and tools of other servers."""
+
+    @property
+    def jobs(self) -> tuple[Job]:
+        return (self.job,)
 
     @property
     def begins_answers(self) -> bool:
@@ -192,6 +199,8 @@ class _Choice(Choice):
 
 class ChatStream(AnswerStream[_Choice]):
     """Turns deltas into `chat.completion.chunk` objects."""
+
+    wire = CHAT_WIRE
 
     def __init__(self, request: ChatRequest) -> None:
         params = request.job.params
@@ -337,3 +346,22 @@ def _finish_reason_of(delta: TokenDelta, parser: CallParser | None, tools: Tools
     if parser is None or not parser.num_calls or parser.is_cut or tools.choice == "named":
         return str(delta.finish_reason)
     return "tool_calls" if delta.finish_reason is FinishReason.STOP else str(delta.finish_reason)
+
+
+def _parse(served: Served, data: Mapping[str, Any]) -> ChatRequest:
+    return parse_chat(
+        data,
+        force_include_usage=served.force_include_usage,
+        **served.answering,
+        **served.conversing,
+    )
+
+
+ROW = GeneratingRow(
+    path="/v1/chat/completions",
+    summary="chat completions",
+    body=CHAT,
+    parse=_parse,
+    stream=ChatStream,
+    whole=chat_response,
+)

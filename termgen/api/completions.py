@@ -6,7 +6,7 @@ Choice `p * n + i` is completion i of prompt p.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -14,6 +14,7 @@ from msgspec import Meta
 from termgen.api.fields import (
     PROMPT,
     Endpoint,
+    Served,
     is_empty,
     is_int,
     is_true,
@@ -24,6 +25,7 @@ from termgen.api.fields import (
 )
 from termgen.api.job import AnswerStream, Choice, Job, ResponseOptions, Tally, parse_options
 from termgen.api.logprobs import TextLogprobs, prompt_logprobs_list
+from termgen.api.rows import GeneratingRow
 from termgen.api.sampling import (
     HARMLESS,
     LOGPROBS_DOC,
@@ -35,7 +37,8 @@ from termgen.api.sampling import (
     parse_sampling,
     token_limit,
 )
-from termgen.client import FillPrompt, Prompt, TokenDelta, TokenLogprob
+from termgen.api.sse import CHAT_WIRE
+from termgen.client import FillPrompt, GenerationClient, Prompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
 
 MAX_PROMPTS = 128
@@ -97,6 +100,9 @@ class CompletionRequest:
     ignored: tuple[str, ...]
     wants_prompt_logprobs: bool = False
     """True: they come as a list of their own, besides those of an echo."""
+    not_used: tuple[str, ...] = ()
+    echoes: list[str] = field(default_factory=list)
+    """The text of each prompt, "" without `echo`; `prepare` fills the list."""
 
     @property
     def n(self) -> int:
@@ -221,6 +227,8 @@ class _Choice(Choice):
 class CompletionStream(AnswerStream[_Choice]):
     """Turns deltas into `text_completion` chunks. `echoes[p]` is the text of prompt p, "" without
     echo; it must be there when the first delta comes."""
+
+    wire = CHAT_WIRE
 
     def __init__(self, request: CompletionRequest, echoes: Sequence[str]) -> None:
         super().__init__(
@@ -347,3 +355,34 @@ def _shown(entries: Sequence[TokenLogprob], num_top: int) -> list[TokenLogprob]:
 
 def _text_logprobs(request: CompletionRequest) -> TextLogprobs:
     return TextLogprobs(num_top=request.num_top, tokens_as_ids=request.options.tokens_as_ids)
+
+
+def _parse(served: Served, data: Mapping[str, Any]) -> CompletionRequest:
+    return parse_completion(
+        data, force_include_usage=served.force_include_usage, **served.answering
+    )
+
+
+async def prepare(request: CompletionRequest, engine: GenerationClient) -> None:
+    """Fill in the echoes."""
+    for job in request.jobs:
+        prompt = job.prompt
+        if not request.echo:
+            request.echoes.append("")
+        elif isinstance(prompt, str):
+            request.echoes.append(prompt)
+        else:
+            assert isinstance(prompt, tuple), "completions take text or token ids"
+            request.echoes.append(await engine.detokenize(prompt))
+
+
+ROW = GeneratingRow(
+    path="/v1/completions",
+    summary="completions",
+    body=COMPLETIONS,
+    parse=_parse,
+    stream=lambda asked: CompletionStream(asked, asked.echoes),
+    whole=lambda asked, answers: completion_response(asked, answers, asked.echoes),
+    prepare=prepare,
+    operation="text_completion",
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,22 @@ from termgen.errors import (
 )
 
 _PLAIN_ORIGIN = re.compile(r"https?://[\w.\-\[\]:]{1,90}", re.ASCII)
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
 NO_RETRY = {"x-should-retry": "false"}
 """Clients built on OpenAI's SDK retry every 5xx unless this header is false."""
 
@@ -33,6 +49,25 @@ class ErrorReply:
     status: int
     body: dict[str, Any]
     headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """Form of the errors that a dialect's clients read."""
+
+    name: str
+    """Its name in the description of the server."""
+    schema: Mapping[str, Any]
+    """JSON schema of a body."""
+    reshape: Callable[[ErrorReply, str], ErrorReply]
+    """(reply in OpenAI's shape, id of the request) -> reply in this one."""
+    paths: re.Pattern[str] | None = None
+    """The dialect's paths, those without a route included. None: all that no other shape has."""
+    id_header: str | None = None
+    """A header for the id of the request, beside `x-request-id`."""
+
+
+OPENAI_ERRORS = ErrorShape("Error", ERROR_SCHEMA, lambda reply, request_id: reply)
 
 
 def error_body(

@@ -25,6 +25,7 @@ from msgspec import inspect
 from termgen.api.errors import invalid_json, model_not_found, unsupported
 from termgen.client import ModelInfo
 from termgen.errors import RequestError
+from termgen.vocabulary.tool_format import ToolFormat
 
 MAX_IGNORED_NAMES = 20
 MAX_FIELDS = 1000
@@ -345,7 +346,7 @@ def served_names(info: ModelInfo, configured: Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve_model(value: object, names: Sequence[str]) -> str:
-    """The model's name for the answer. Requests may leave it out, since one model is loaded."""
+    """The model's name for the answer. Requests may leave it out: the first one is meant."""
     if value is None:
         return names[0]
     if not isinstance(value, str):
@@ -355,17 +356,44 @@ def resolve_model(value: object, names: Sequence[str]) -> str:
     return value
 
 
-def parse_for_model(data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., R]) -> R:
-    """Parse a body whose answer names the model: `parse` gets the resolved name."""
-    return parse(data, model=resolve_model(data.get("model"), names))
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a parser needs to know of the model that a body asks for, and of the server's settings.
+    Can be pickled."""
+
+    model: str
+    """The model's name for the answer."""
+    defaults: Mapping[str, Any]
+    """The model's own sampling."""
+    tool_format: ToolFormat
+    trusts_template: bool
+    refuses_images: bool
+    force_include_usage: bool
+
+    @property
+    def answering(self) -> dict[str, Any]:
+        """Arguments of a parser whose answer is generated."""
+        return {"model": self.model, "defaults": self.defaults}
+
+    @property
+    def conversing(self) -> dict[str, Any]:
+        """Arguments of a parser that takes a conversation."""
+        return {
+            "tool_format": self.tool_format,
+            "trusts_template": self.trusts_template,
+            "refuses_images": self.refuses_images,
+        }
 
 
-def parse_beside_model(
-    data: Mapping[str, Any], *, names: Sequence[str], parse: Callable[..., R]
-) -> R:
-    """Parse a body whose answer does not name the model."""
-    resolve_model(data.get("model"), names)
-    return parse(data)
+def parse_for_model(
+    models: Mapping[str, Served],
+    parse: Callable[[Served, Mapping[str, Any]], R],
+    data: Mapping[str, Any],
+) -> tuple[str, R]:
+    """The name of the model that a body asks for, and the body, parsed for it. models: those that
+    are served, by name."""
+    name = resolve_model(data.get("model"), tuple(models))
+    return name, parse(models[name], data)
 
 
 # -- names that are not declared -----------------------------------------------------------

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from termgen.api.chat_prompt import Conversation, parse_prompt
-from termgen.api.fields import Endpoint, is_empty, read, wanted
+from termgen.api.fields import Endpoint, Served, is_empty, read, wanted
+from termgen.api.rows import AskingRow, TokenRow
 from termgen.api.sampling import MAX_INT
-from termgen.client import ChatPrompt, ModelInfo, TokenizerInfo
+from termgen.client import ChatPrompt, GenerationClient, ModelInfo, TokenizerInfo
 from termgen.errors import RequestError
 from termgen.vocabulary.tool_format import ToolFormat
 
@@ -43,8 +44,9 @@ def _capabilities(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def model_list(info: ModelInfo, names: Sequence[str]) -> dict[str, Any]:
-    return {"object": "list", "data": [model_object(info, name) for name in names]}
+def model_list(models: Iterable[tuple[str, ModelInfo]]) -> dict[str, Any]:
+    """models: each name that is served, and its model."""
+    return {"object": "list", "data": [model_object(info, name) for name, info in models]}
 
 
 # -- the tokenizer -------------------------------------------------------------------------
@@ -90,6 +92,7 @@ class TokenizeRequest:
 class DetokenizeRequest:
     token_ids: tuple[int, ...]
     ignored: tuple[str, ...]
+    not_used: tuple[str, ...] = ()
 
 
 def parse_tokenize(
@@ -158,3 +161,44 @@ def tokenizer_object(model: ModelInfo, info: TokenizerInfo) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "chat_template": info.chat_template,
     }
+
+
+# -- rows ----------------------------------------------------------------------------------
+
+
+def _parse_tokenize(served: Served, data: Mapping[str, Any]) -> TokenizeRequest:
+    return parse_tokenize(data, **served.conversing)
+
+
+async def _tokenize(asked: TokenizeRequest, engine: GenerationClient) -> dict[str, Any]:
+    ids = await engine.tokenize(asked.prompt, add_special_tokens=asked.add_special_tokens)
+    texts = await engine.token_texts(ids) if asked.wants_texts else None
+    return tokenize_response(engine.model, ids, texts)
+
+
+def _parse_detokenize(served: Served, data: Mapping[str, Any]) -> DetokenizeRequest:
+    return parse_detokenize(data)
+
+
+async def _detokenize(asked: DetokenizeRequest, engine: GenerationClient) -> dict[str, Any]:
+    return {"prompt": await engine.detokenize(asked.token_ids)}
+
+
+ROWS: tuple[AskingRow[Any], ...] = (
+    TokenRow(
+        path="/tokenize",
+        summary="tokenize",
+        body=Endpoint(()),  # one of two, which the description cannot say
+        parse=_parse_tokenize,
+        measured=lambda asked: asked.prompt,
+        work=_tokenize,
+    ),
+    TokenRow(
+        path="/detokenize",
+        summary="detokenize",
+        body=DETOKENIZE,
+        parse=_parse_detokenize,
+        measured=lambda asked: asked.token_ids,
+        work=_detokenize,
+    ),
+)

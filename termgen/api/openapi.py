@@ -7,84 +7,46 @@ each other, are not described.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec import json
 
-from termgen.api.anthropic import MESSAGES_PATH
 from termgen.api.fields import Endpoint
-
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-
-ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error", "request_id"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-        "request_id": {"type": "string"},
-    },
-}
+from termgen.api.rows import Row
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A method of a path."""
-
-    path: str
-    method: str
-    summary: str
-    body: Endpoint | None = None
-    """Declaration of the JSON body; one without structs stands for any object."""
-    hidden: frozenset[str] = frozenset()
-    """Fields of the body that this server refuses."""
-
-
-def describe(operations: Sequence[Operation], *, title: str, version: str) -> dict[str, Any]:
-    """The whole document, OpenAPI 3.1."""
+def describe(
+    rows: Sequence[Row], *, title: str, version: str, hidden: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """The whole document, OpenAPI 3.1. hidden: fields of bodies that this server refuses."""
     paths: dict[str, dict[str, Any]] = {}
-    for operation in operations:
-        path = operation.path.replace(":path}", "}")
-        paths.setdefault(path, {})[operation.method.lower()] = _described(operation, path)
+    schemas: dict[str, Any] = {}
+    for row in rows:
+        if not row.is_described:
+            continue
+        schemas[row.errors.name] = row.errors.schema
+        path = row.path.replace(":path}", "}")
+        for method in row.methods:
+            paths.setdefault(path, {})[method.lower()] = _described(row, path, hidden)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
         "paths": paths,
-        "components": {"schemas": {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}},
+        "components": {"schemas": schemas},
     }
 
 
-def _described(operation: Operation, path: str) -> dict[str, Any]:
-    name = "AnthropicError" if MESSAGES_PATH.fullmatch(operation.path) else "Error"
+def _described(row: Row, path: str, hidden: frozenset[str]) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{row.errors.name}"}
     error = {
         "description": "what is wrong, or who is in the way",
-        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
+        "content": {"application/json": {"schema": schema}},
     }
     described: dict[str, Any] = {
-        "summary": operation.summary,
+        "summary": row.summary,
         "responses": {"200": {"description": "the answer"}, "4XX": error, "5XX": error},
     }
-    if operation.path in ("/health", "/ready"):
+    if row.tells_status:
         status = {"description": "why it is not", "content": {"application/json": {}}}
         described["responses"]["503"] = status
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
@@ -93,9 +55,8 @@ def _described(operation: Operation, path: str) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
-    if operation.body is not None:
-        schema = body_schema(operation.body, operation.hidden)
-        content = {"application/json": {"schema": schema}}
+    if row.body is not None:
+        content = {"application/json": {"schema": body_schema(row.body, hidden)}}
         described["requestBody"] = {"required": True, "content": content}
     return described
 

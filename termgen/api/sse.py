@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from termgen.api.errors import reply_for
@@ -88,6 +88,7 @@ class Wire:
     ping: bytes = PING
     error_frames: Callable[[BaseException], bytes] = error_frames
     """The frames that report a failure in a stream that has begun, and end it."""
+    headers: Mapping[str, str] = field(default_factory=lambda: HEADERS)
 
 
 CHAT_WIRE = Wire()

@@ -1,6 +1,7 @@
 """Access control: API keys, the admin key, and web pages of other sites. Pure ASGI middleware.
 
-Default deny: with keys set, every path but `OPEN_PATHS` needs one, whether a route exists or not.
+Default deny: with keys set, every path but the open ones of the table of endpoints needs one,
+whether a route exists or not.
 Actions for administrators are `AdminRoute`s: the route itself checks the caller, so that no
 spelling of a path finds the route and avoids the check. Paths are read from the scope, never from a
 URL that a client's Host header can change. Keys are compared by digest, all of them, and never
@@ -31,9 +32,6 @@ from termgen.errors import ConfigError
 LOCAL_PAGES = "localhost"
 """Value of `--allowed-origin` for the pages of this machine."""
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
-OPEN_PATHS = frozenset({"/health"})
-"""Paths that need no key."""
-
 CALLER = "termgen.caller"
 KEYS = "termgen.keys"
 REQUEST_ID = "termgen.request_id"
@@ -124,12 +122,13 @@ class KeyRing:
                 found = caller
         return found
 
-    def check(self, path: str, key: bytes | None) -> Caller:
-        """The caller, if it may use the server. Raises `RequestError`."""
+    def check(self, path: str, key: bytes | None, *, is_open: bool = False) -> Caller:
+        """The caller, if it may use the server. is_open: this path needs no key. Raises
+        `RequestError`."""
         if not path.isprintable():  # patterns of routes also match before a line break at the end
             raise path_not_found()
         caller = self.find(key) if key is not None else None
-        if caller is None and self.has_client_keys and path not in OPEN_PATHS:
+        if caller is None and self.has_client_keys and not is_open:
             raise invalid_api_key()
         return caller or self._nobody
 
@@ -171,13 +170,17 @@ def read_key_file(name: str) -> list[str]:
 class ApiKeyCheck:
     """Rejects the callers that `KeyRing.check` rejects; leaves the `Caller` in the scope."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, open_paths: frozenset[str]) -> None:
+        """open_paths: those that need no key."""
         self.app = app
         self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            scope[CALLER] = self._keys.check(scope["path"], _key_of(scope))
+            path = scope["path"]
+            is_open = path in self._open_paths
+            scope[CALLER] = self._keys.check(path, _key_of(scope), is_open=is_open)
             scope[KEYS] = self._keys
         await self.app(scope, receive, send)
 

@@ -11,18 +11,17 @@ from typing import Any, cast, get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from termgen.api.errors import no_such_option
 from termgen.client import PauseMode, SleepLevel
 from termgen.errors import RequestError
-from termgen.serving.access import AdminRoute, caller_of
+from termgen.serving.access import caller_of
 from termgen.serving.responses import JSONReply
+from termgen.serving.routes import PlainRow
 from termgen.serving.state import state_of
 
 
 async def cancel(request: Request) -> Response:
-    """End an answer of this client's, wherever it is: waiting, in its prompt, or being written."""
     state = state_of(request)
     name = request.path_params["id"]
     if not state.cancel(caller_of(request.scope), name):
@@ -39,7 +38,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     options = _Options(request)
     force = options.choice("force", "false", ("false", "true")) == "true"
     options.finish()
-    is_empty = await state_of(request).require_engine().reset_prefix_cache(force=force)
+    is_empty = await state_of(request).require_admin().reset_prefix_cache(force=force)
     return JSONReply({"reset": is_empty})
 
 
@@ -47,14 +46,14 @@ async def pause(request: Request) -> Response:
     options = _Options(request)
     mode = options.choice("mode", "wait", get_args(PauseMode))
     options.finish()
-    engine = state_of(request).require_engine()
+    engine = state_of(request).require_admin()
     await _beyond_the_client(engine.pause(cast(PauseMode, mode)))
     return JSONReply({"status": "paused", "mode": mode})
 
 
 async def resume(request: Request) -> Response:
     _Options(request).finish()
-    await state_of(request).require_engine().resume()
+    await state_of(request).require_admin().resume()
     return JSONReply({"status": "resumed"})
 
 
@@ -63,23 +62,23 @@ async def sleep(request: Request) -> Response:
     level = int(options.choice("level", "1", tuple(str(n) for n in get_args(SleepLevel))))
     mode = options.choice("mode", "abort", get_args(PauseMode))
     options.finish()
-    engine = state_of(request).require_engine()
+    engine = state_of(request).require_admin()
     await _beyond_the_client(engine.sleep(cast(SleepLevel, level), cast(PauseMode, mode)))
     return JSONReply({"status": "asleep", "level": level})
 
 
 async def wake_up(request: Request) -> Response:
     _Options(request).finish()
-    await _beyond_the_client(state_of(request).require_engine().wake_up())
+    await _beyond_the_client(state_of(request).require_admin().wake_up())
     return JSONReply({"status": "awake"})
 
 
 async def is_paused(request: Request) -> Response:
-    return JSONReply({"is_paused": state_of(request).require_engine().is_paused})
+    return JSONReply({"is_paused": state_of(request).require_admin().is_paused})
 
 
 async def is_sleeping(request: Request) -> Response:
-    level = state_of(request).require_engine().sleep_level
+    level = state_of(request).require_admin().sleep_level
     return JSONReply({"is_sleeping": bool(level), "level": level})
 
 
@@ -107,13 +106,24 @@ class _Options:
             raise no_such_option(next(iter(self._given)))
 
 
-ADMIN_ROUTES = (
-    Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
-    AdminRoute("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
-    AdminRoute("/pause", pause, methods=["POST"]),
-    AdminRoute("/resume", resume, methods=["POST"]),
-    AdminRoute("/sleep", sleep, methods=["POST"]),
-    AdminRoute("/wake_up", wake_up, methods=["POST"]),
-    AdminRoute("/is_paused", is_paused),
-    AdminRoute("/is_sleeping", is_sleeping),
+ADMIN_ROWS = (
+    PlainRow(
+        path="/v1/requests/{id}/cancel",
+        summary="End an answer of this client's, wherever it is: waiting, in its prompt, or being "
+        "written.",
+        methods=("POST",),
+        handler=cancel,
+    ),
+    *(
+        PlainRow(path=path, summary=summary, methods=("POST",), handler=handler, is_admin=True)
+        for path, summary, handler in (
+            ("/reset_prefix_cache", "reset prefix cache", reset_prefix_cache),
+            ("/pause", "pause", pause),
+            ("/resume", "resume", resume),
+            ("/sleep", "sleep", sleep),
+            ("/wake_up", "wake up", wake_up),
+        )
+    ),
+    PlainRow(path="/is_paused", summary="is paused", handler=is_paused, is_admin=True),
+    PlainRow(path="/is_sleeping", summary="is sleeping", handler=is_sleeping, is_admin=True),
 )

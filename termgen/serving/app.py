@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -12,80 +12,52 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from termgen import __version__
-from termgen.api.anthropic import COUNT_TOKENS, MESSAGES
-from termgen.api.chat import CHAT
-from termgen.api.completions import COMPLETIONS
 from termgen.api.errors import http_reply
-from termgen.api.fields import Endpoint
-from termgen.api.models import DETOKENIZE
-from termgen.api.openapi import Operation, describe
-from termgen.api.responses_input import RESPONSES
+from termgen.api.openapi import describe
+from termgen.api.rows import Row
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
-from termgen.serving import handlers
 from termgen.serving.access import LOCAL_ORIGIN, LOCAL_PAGES, ApiKeyCheck, OriginCheck
-from termgen.serving.admin_routes import ADMIN_ROUTES
-from termgen.serving.event_routes import EVENT_ROUTES
 from termgen.serving.middleware import BodyLimit, CrossOrigin, HostCheck, RequestContext, for_path
 from termgen.serving.responses import JSONReply, error_response
+from termgen.serving.routes import PlainRow, paths_of, route_of, shapes_of
 from termgen.serving.state import ServerState
+from termgen.serving.table import ENDPOINTS
 
 EVENT_INTERVAL_S = 0.25
 """Interval of counting engine events: many at once would delay the streams."""
 
-BODIES: Mapping[str, Endpoint] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETIONS,
-    "/v1/messages": MESSAGES,
-    "/v1/messages/count_tokens": COUNT_TOKENS,
-    "/v1/responses": RESPONSES,
-    "/detokenize": DETOKENIZE,
-}
-"""Declarations of the bodies of POST routes; other bodies are described as objects."""
 
-WITHOUT_BODY = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"})
-
-
-def create_app(engine: EngineClient | None, config: ServerConfig) -> Starlette:
+def create_app(
+    engine: EngineClient | None, config: ServerConfig, *, endpoints: Sequence[Row] = ENDPOINTS
+) -> Starlette:
     """The ASGI application. Without an engine it answers `loading` until one is attached."""
     state = ServerState(config)
     if engine is not None:
         state.attach(engine)
-    return build_app(state)
+    return build_app(state, endpoints=endpoints)
 
 
-def build_app(state: ServerState) -> Starlette:
+def build_app(state: ServerState, *, endpoints: Sequence[Row] = ENDPOINTS) -> Starlette:
     config = state.config
+    rows = (*endpoints, PlainRow(path="/openapi.json", summary="openapi", handler=openapi))
     app = Starlette(
-        routes=[
-            Route("/v1/models", handlers.list_models),
-            Route("/v1/models/{id:path}", handlers.get_model),
-            Route("/v1/chat/completions", handlers.chat_completions, methods=["POST"]),
-            Route("/v1/completions", handlers.completions, methods=["POST"]),
-            Route("/v1/embeddings", handlers.embeddings, methods=["POST"], include_in_schema=False),
-            Route("/health", handlers.health),
-            Route("/ready", handlers.ready),
-            Route("/metrics", handlers.metrics),
-            Route("/version", handlers.version),
-            Route("/tokenize", handlers.tokenize, methods=["POST"]),
-            Route("/detokenize", handlers.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", handlers.tokenizer_info),
-            Route("/v1/messages", handlers.messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", handlers.count_tokens, methods=["POST"]),
-            Route("/v1/responses", handlers.responses, methods=["POST"]),
-            *ADMIN_ROUTES,
-            *EVENT_ROUTES,
-            Route("/openapi.json", openapi),
-        ],
+        routes=[route_of(row) for row in rows],
         middleware=[
             *_cross_origin(config),
-            Middleware(RequestContext, on_refused=state.refused),
+            Middleware(
+                RequestContext,
+                on_refused=state.refused,
+                shapes=shapes_of(rows),
+                probe_paths=paths_of(rows, lambda row: row.is_probe),
+            ),
             Middleware(HostCheck, host=config.host, allowed=config.allowed_host),
             Middleware(OriginCheck, allowed=config.allowed_origin),
-            Middleware(ApiKeyCheck, keys=state.keys),
+            Middleware(
+                ApiKeyCheck, keys=state.keys, open_paths=paths_of(rows, lambda row: row.is_open)
+            ),
             Middleware(BodyLimit, max_bytes=config.max_body_bytes),
         ],
         exception_handlers={HTTPException: on_http_exception},
@@ -93,6 +65,7 @@ def build_app(state: ServerState) -> Starlette:
     )
     app.router.redirect_slashes = False
     app.state.server = state
+    app.state.rows = rows
     app.state.openapi = None
     return app
 
@@ -157,21 +130,4 @@ async def openapi(request: Request) -> Response:
 def describe_app(app: Starlette) -> dict[str, Any]:
     takes_templates = app.state.server.config.trust_request_chat_template
     hidden = frozenset() if takes_templates else frozenset({"chat_template"})
-    operations = [
-        Operation(route.path, method, _summary(route), _body(route.path, method), hidden)
-        for route in app.routes
-        if isinstance(route, Route) and route.include_in_schema
-        for method in sorted((route.methods or set()) - {"HEAD"})
-    ]
-    return describe(operations, title="termgen", version=__version__)
-
-
-def _summary(route: Route) -> str:
-    text = (getattr(route.endpoint, "__doc__", None) or "").strip().partition("\n")[0]
-    return text or route.name.replace("_", " ")
-
-
-def _body(path: str, method: str) -> Endpoint | None:
-    if method != "POST" or path in WITHOUT_BODY or path.endswith("/cancel"):
-        return None
-    return BODIES.get(path, Endpoint(()))
+    return describe(app.state.rows, title="termgen", version=__version__, hidden=hidden)

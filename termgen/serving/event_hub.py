@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from termgen.client import EngineClient
+from termgen.client import AdminClient
 from termgen.errors import EngineError, OverloadedError
 from termgen.system.gpu_meter import GpuWatch
 from termgen.vocabulary.engine_history import EngineHistory, HistoryState
@@ -58,7 +58,7 @@ class EncodedSnapshot:
 class Snapshots:
     """Snapshots of one engine, shared by its listeners."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: AdminClient) -> None:
         self._engine = engine
         self._newest: EncodedSnapshot | None = None
         self._asking: asyncio.Task[EncodedSnapshot | None] | None = None
@@ -125,7 +125,7 @@ class Listener:
 class EventHub:
     """The events of one engine."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: AdminClient) -> None:
         self._engine = engine
         self._listeners: list[Listener] = []
         self._history: deque[EngineEvent] = deque(maxlen=HISTORY)

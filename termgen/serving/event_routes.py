@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from termgen.api import sse
 from termgen.api.errors import no_such_option
-from termgen.client import EngineClient, ModelInfo
+from termgen.client import AdminClient, ModelInfo
 from termgen.errors import RequestError
-from termgen.serving.access import AdminRoute
 from termgen.serving.event_hub import EncodedSnapshot, EventHub, Listener
 from termgen.serving.responses import EventWriter, until_disconnect
+from termgen.serving.routes import PlainRow
 from termgen.serving.state import ServerState, state_of
 from termgen.vocabulary.events import EngineEvent
 from termgen.vocabulary.telemetry import (
@@ -47,7 +47,7 @@ OPTIONS = frozenset({"topics", "hz", "last_event_id", "past"})
 
 
 async def events(request: Request) -> ASGIApp:
-    state, engine = state_of(request), state_of(request).require_engine()
+    state, engine = state_of(request), state_of(request).require_admin()
     for name in request.query_params:
         if name not in OPTIONS:
             raise no_such_option(name)
@@ -99,7 +99,7 @@ class EventsResponse:
     def __init__(
         self,
         state: ServerState,
-        engine: EngineClient,
+        engine: AdminClient,
         hub: EventHub,
         *,
         topics: frozenset[str],
@@ -161,7 +161,7 @@ class _Source:
     def __init__(
         self,
         state: ServerState,
-        engine: EngineClient,
+        engine: AdminClient,
         hub: EventHub,
         listener: Listener,
         topics: frozenset[str],
@@ -267,4 +267,8 @@ class _Source:
         return await self._hub.snapshots.look(max_age_s)
 
 
-EVENT_ROUTES = (AdminRoute("/v1/events", events, include_in_schema=False),)
+EVENT_ROWS = (
+    PlainRow(
+        path="/v1/events", summary="events", handler=events, is_admin=True, is_described=False
+    ),
+)

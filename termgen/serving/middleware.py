@@ -18,9 +18,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from termgen.api.anthropic import MESSAGES_PATH, anthropic_reply
 from termgen.api.errors import (
+    OPENAI_ERRORS,
     ErrorReply,
+    ErrorShape,
     body_too_large,
     cors_not_allowed,
     host_not_allowed,
@@ -34,9 +35,6 @@ from termgen.serving.responses import ClientDisconnected, error_response
 
 logger = logging.getLogger("termgen.server")
 access_logger = logging.getLogger("termgen.server.access")
-
-PROBE_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Paths that machines poll every few seconds: their access lines are logged at debug level."""
 
 REFUSALS = frozenset(
     {
@@ -55,6 +53,9 @@ MAX_REPEATED = 256
 
 CLIENT_CLOSED = 499
 """A status for the access log only: the client has left."""
+
+SHAPE = "termgen.error_shape"
+"""Key of the ASGI scope."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
@@ -85,9 +86,20 @@ class RepeatedLines:
 class RequestContext:
     """Names the request, turns exceptions into JSON errors, writes the access line."""
 
-    def __init__(self, app: ASGIApp, *, on_refused: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        on_refused: Callable[[str], None],
+        shapes: Sequence[ErrorShape],
+        probe_paths: frozenset[str],
+    ) -> None:
+        """shapes: those of errors, by path. probe_paths: paths that machines poll, whose access
+        lines are logged at debug level."""
         self.app = app
         self._on_refused = on_refused
+        self._shapes = shapes
+        self._probe_paths = probe_paths
         self._repeated = RepeatedLines()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,6 +110,7 @@ class RequestContext:
         is_usable = given is not None and _REQUEST_ID.fullmatch(given)
         request_id = given if given is not None and is_usable else uuid.uuid4().hex
         scope[REQUEST_ID] = request_id
+        shape = scope[SHAPE] = shape_of(scope["path"], self._shapes)
         status = 0
         begun = time.perf_counter()
 
@@ -107,8 +120,8 @@ class RequestContext:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if MESSAGES_PATH.fullmatch(scope["path"]):
-                    headers["request-id"] = request_id  # where Anthropic's clients look
+                if shape.id_header is not None:
+                    headers[shape.id_header] = request_id
             await send(message)
 
         try:
@@ -122,7 +135,7 @@ class RequestContext:
                 self._on_refused(error.code)
             if not isinstance(error, TermgenError):
                 logger.exception("request %s failed", request_id)
-            reply = for_path(scope, reply_for(error))
+            reply = shape.reshape(reply_for(error), request_id)
             await error_response(reply)(scope, receive, send_named)
         finally:
             self._log(scope, status, time.perf_counter() - begun, request_id)
@@ -131,7 +144,7 @@ class RequestContext:
         client = scope.get("client")
         host = client[0] if client else "-"
         path = quote(scope["path"])  # without the query, and without line breaks
-        is_quiet = path in PROBE_PATHS
+        is_quiet = path in self._probe_paths
         if status in REPEATED_STATUSES and not is_quiet:
             is_quiet = not self._repeated.is_new(host, scope["method"], path, status)
         access_logger.log(
@@ -146,11 +159,18 @@ class RequestContext:
         )
 
 
+def shape_of(path: str, shapes: Sequence[ErrorShape]) -> ErrorShape:
+    """The shape of the errors on a path, whether it has a route or not."""
+    for shape in shapes:
+        if shape.paths is not None and shape.paths.fullmatch(path):
+            return shape
+    return OPENAI_ERRORS
+
+
 def for_path(scope: Scope, reply: ErrorReply) -> ErrorReply:
     """The reply in the shape that clients of this endpoint expect."""
-    if MESSAGES_PATH.fullmatch(scope["path"]):
-        return anthropic_reply(reply, scope[REQUEST_ID])
-    return reply
+    shape: ErrorShape = scope[SHAPE]
+    return shape.reshape(reply, scope[REQUEST_ID])
 
 
 class CrossOrigin(CORSMiddleware):

@@ -40,9 +40,6 @@ LATENCY_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # 0.01 .. 81.92
 SIZE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 N_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 
-OPERATIONS = {"/v1/completions": "text_completion"}
-"""OpenTelemetry's names of operations; every other path that generates is a `chat`."""
-
 
 class TokenMetrics(Collector):
     """Metrics that change with every token; without locks, since one thread uses them."""
@@ -262,6 +259,8 @@ class RequestReport:
     """The value of `x-request-id`."""
     answer_id: str
     path: str
+    operation: str
+    """OpenTelemetry's name of what the endpoint does."""
     model: str
     traceparent: str | None
     """The client's own trace, as it sent it."""
@@ -277,10 +276,6 @@ class RequestReport:
     began_ns: int
     ended_ns: int
     """perf_counter_ns."""
-
-    @property
-    def operation(self) -> str:
-        return OPERATIONS.get(self.path, "chat")
 
     @property
     def ttft_s(self) -> float | None:

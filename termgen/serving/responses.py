@@ -27,7 +27,7 @@ from collections.abc import (
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -35,7 +35,8 @@ from starlette.types import Receive, Scope, Send
 from termgen.api import sse
 from termgen.api.errors import ErrorReply, error_code, request_aborted
 from termgen.api.job import Job
-from termgen.client import EngineClient, TokenDelta, merge_deltas
+from termgen.api.rows import ChunkStream, TextFrames
+from termgen.client import GenerationClient, TokenDelta, merge_deltas
 from termgen.errors import EngineError, TermgenError
 from termgen.serving.access import REQUEST_ID, Caller, caller_of, client_of, header
 from termgen.serving.admission import Ticket
@@ -59,17 +60,19 @@ class Generation:
     def __init__(
         self,
         state: ServerState,
-        engine: EngineClient,
+        engine: GenerationClient,
         jobs: Sequence[Job],
         *,
         answer_id: str,
+        operation: str,
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """answer_id: the client's name of the answer. prepare: work that is done first, after
-        admission. Raises RequestError while the engine sleeps."""
+        """answer_id: the client's name of the answer. operation: its name in traces. prepare: work
+        that is done first, after admission. Raises RequestError while the engine sleeps."""
         state.check_awake()
         self._state = state
         self._answer_id = answer_id
+        self._operation = operation
         self._prepare = prepare
         self._engine = engine
         self._jobs = jobs
@@ -180,7 +183,8 @@ class Generation:
             request_id=self._scope.get(REQUEST_ID, ""),
             answer_id=self._answer_id,
             path=self._scope["path"],
-            model=self._state.names_for(self._engine)[0],
+            operation=self._operation,
+            model=self._state.names_for(self._engine.model)[0],
             traceparent=header(self._scope, b"traceparent"),
             num_choices=self.num_choices,
             num_prompt_tokens=total([meter.num_prompt_tokens for meter in meters]),
@@ -313,24 +317,6 @@ class ClientDisconnected(Exception):
     """The client left: there is no answer to send."""
 
 
-class ChunkStream(Protocol):
-    """Converts deltas to chunks: `ChatStream`, `CompletionStream`, or the stream of another
-    endpoint."""
-
-    def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]: ...
-
-    def end(self) -> list[dict[str, Any]]: ...
-
-
-@runtime_checkable
-class TextFrames(Protocol):
-    """A `ChunkStream` with a shorter way for deltas that are only text."""
-
-    def frame(self, index: int, delta: TokenDelta) -> bytes | None:
-        """The encoded form of what `feed` would return; None where `feed` must be used."""
-        ...
-
-
 class JSONReply(Response):
     """A JSON body, compact and strict."""
 
@@ -429,15 +415,14 @@ class EventStreamResponse:
         headers: Headers,
         *,
         chunks: ChunkStream,
-        wire: sse.Wire = sse.CHAT_WIRE,
         ping_interval_s: float | None = None,
     ) -> None:
         """ping_interval_s: None for the server's default."""
         self._state = state
         self._generation = generation
-        self._headers = {**sse.HEADERS, **headers}
         self._chunks = chunks
-        self._wire = wire
+        self._wire = chunks.wire
+        self._headers = {**self._wire.headers, **headers}
         default_s = state.config.sse_ping_interval
         self._ping_interval_s = default_s if ping_interval_s is None else ping_interval_s
         self._fast = chunks.frame if isinstance(chunks, TextFrames) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 
 from termgen.api.errors import request_aborted, unavailable
-from termgen.api.fields import served_names
-from termgen.client import EngineClient
+from termgen.api.fields import Served, served_names
+from termgen.client import AdminClient, EngineClient, GenerationClient, GenerationOnly, ModelInfo
 from termgen.config import ServerConfig
 from termgen.errors import EngineDeadError, EngineError, LoadingError, RequestError
 from termgen.serving.access import Caller, KeyRing, Role
@@ -49,12 +49,35 @@ class Cancellable(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
+class Engines:
+    """The engines behind a server, by the names that requests use. The first one answers requests
+    without a name."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, tuple[EngineClient, GenerationOnly]] = {}
+
+    def add(self, names: Sequence[str], engine: EngineClient) -> None:
+        self._by_name |= dict.fromkeys(names, (engine, GenerationOnly(engine)))
+
+    def models(self) -> Iterator[tuple[str, ModelInfo]]:
+        """Each name and its model."""
+        for name, (engine, _) in self._by_name.items():
+            yield name, engine.model
+
+    def generation(self, name: str | None = None) -> GenerationClient:
+        """The generating half of the engine of this name; None for the first."""
+        if name is None:
+            name = next(iter(self._by_name))
+        return self._by_name[name][1]
+
+
 class ServerState:
     """The state of one server. Owned by the event loop."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.engine: EngineClient | None = None
+        self.engines = Engines()
         self.metrics: ServerMetrics | None = None
         self.is_draining = False
         self.loading_phase = ""
@@ -78,7 +101,7 @@ class ServerState:
         """Begin to serve this engine. Called once."""
         assert self.engine is None, "a server has one engine"
         self.metrics = ServerMetrics(
-            self.names_for(engine)[0], vllm_names=self.config.metrics_compat == "vllm"
+            self.names_for(engine.model)[0], vllm_names=self.config.metrics_compat == "vllm"
         )
         self.metrics.on_cache(
             block_size=engine.model.block_size, num_blocks=engine.model.num_blocks
@@ -92,6 +115,7 @@ class ServerState:
         self._ring = engine.events(EVENT_RING_CAPACITY)
         self.hub = EventHub(engine)
         self.hub.follow()
+        self.engines.add(self.names_for(engine.model), engine)
         self.engine = engine
 
     def on_loading(self, phase: str, fraction: float) -> None:
@@ -121,8 +145,23 @@ class ServerState:
         if self.hub is not None:
             self.hub.close()
 
-    def names_for(self, engine: EngineClient) -> tuple[str, ...]:
-        return served_names(engine.model, self.config.served_model_name)
+    def names_for(self, model: ModelInfo) -> tuple[str, ...]:
+        return served_names(model, self.config.served_model_name)
+
+    def served_models(self) -> dict[str, Served]:
+        """What parsers need to know of each model, by the names that requests may use."""
+        config = self.config
+        return {
+            name: Served(
+                model=name,
+                defaults=model.default_params,
+                tool_format=model.tool_format,
+                trusts_template=config.trust_request_chat_template,
+                refuses_images=config.images == "refuse",
+                force_include_usage=config.force_include_usage,
+            )
+            for name, model in self.engines.models()
+        }
 
     @property
     def status(self) -> str:
@@ -135,8 +174,20 @@ class ServerState:
             return "draining"
         return "asleep" if self.engine.sleep_level else "ok"
 
-    def require_engine(self) -> EngineClient:
-        """The engine, if it can be given a new request now."""
+    def require_generation(self, name: str | None = None) -> GenerationClient:
+        """The generating half of an engine, if it can be given a new request now. name: as for
+        `Engines.generation`."""
+        self.check_ready()
+        return self.engines.generation(name)
+
+    def require_admin(self) -> AdminClient:
+        """The administrating half, on the same condition."""
+        self.check_ready()
+        assert self.engine is not None
+        return self.engine
+
+    def check_ready(self) -> None:
+        """Raises the error of a request that comes while no new one can be taken."""
         status = self.status
         if status == "loading":
             raise LoadingError(self.loading_phase, self.loading_progress)
@@ -144,8 +195,6 @@ class ServerState:
             raise EngineDeadError("The engine has stopped or stands still; see the server's log")
         if status == "draining":
             raise unavailable("draining", "The server is shutting down")
-        assert self.engine is not None
-        return self.engine
 
     def check_awake(self) -> None:
         """Raises RequestError while the engine sleeps: a new answer would wait for an unknown

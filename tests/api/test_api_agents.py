@@ -9,11 +9,13 @@ import pytest
 from bridge_harness import HI, play, prompt_of
 from tools_harness import F, chat
 
-from termgen.api import anthropic, responses, responses_input
+from termgen.api import anthropic
 from termgen.api.anthropic import _input_of
 from termgen.api.chat import parse_chat
 from termgen.api.chat_bridge import CallNews, EndNews, News, TextNews, turns_of
 from termgen.api.completions import parse_completion
+from termgen.api.responses import answer as responses
+from termgen.api.responses import body as responses_body
 from termgen.errors import RequestError
 from termgen.vocabulary.tool_format import ToolFormat
 
@@ -27,9 +29,9 @@ def messages(tool_format: ToolFormat = NOTHING, **fields: Any) -> anthropic.Mess
     return anthropic.parse_messages(body, model="m", defaults={}, tool_format=tool_format)
 
 
-def ask(tool_format: ToolFormat = NOTHING, **fields: Any) -> responses_input.ResponsesRequest:
+def ask(tool_format: ToolFormat = NOTHING, **fields: Any) -> responses_body.ResponsesRequest:
     body = {"input": "hi", **fields}
-    return responses_input.parse_responses(body, model="m", defaults={}, tool_format=tool_format)
+    return responses_body.parse_responses(body, model="m", defaults={}, tool_format=tool_format)
 
 
 # -- wishes --------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ def test_a_text_before_a_call_is_one_turn(monkeypatch: Any) -> None:
     ],
 )
 def test_words_of_other_servers_are_errors_that_name_ours(name: str, value: Any, word: str) -> None:
-    here = responses_input.NAMES.get(word, word)
+    here = responses_body.NAMES.get(word, word)
     for parse, told in (
         (lambda: chat(**{name: value}), word),
         (lambda: parse_completion({"prompt": "x", name: value}, model="m", defaults={}), word),

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lengths import scaled
 
-from termgen.api import anthropic, responses_input
+from termgen.api import anthropic
 from termgen.api.chat import CHAT
 from termgen.api.chat_bridge import CHAT_WORDS, SHARED_FIELDS, renamed
 from termgen.api.errors import reply_for
+from termgen.api.responses import body as responses_body
 from termgen.errors import OverloadedError, RequestError
 from termgen.vocabulary.tool_format import ToolFormat
 
@@ -24,13 +25,13 @@ CONTEXT: dict[str, Any] = {
 }
 PARSERS: dict[str, Any] = {
     "messages": anthropic.parse_messages,
-    "responses": responses_input.parse_responses,
+    "responses": responses_body.parse_responses,
 }
 BODIES: dict[str, dict[str, Any]] = {
     "messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]},
     "responses": {"input": "x"},
 }
-ENDPOINTS = {"messages": anthropic.MESSAGES, "responses": responses_input.RESPONSES}
+ENDPOINTS = {"messages": anthropic.MESSAGES, "responses": responses_body.RESPONSES}
 NAMES = {
     name: sorted({*body.fields, *body.harmless, *body.refused} - {"model"})
     for name, body in ENDPOINTS.items()
@@ -121,7 +122,7 @@ def test_fields_of_chats_mean_the_same_here(endpoint: str) -> None:
 
 
 def test_an_error_with_a_time_to_wait_keeps_it_under_its_other_name() -> None:
-    names = responses_input.NAMES
+    names = responses_body.NAMES
     error = OverloadedError(
         "response_format: wait", code="grammar_queue_full", retry_after_s=2, param="response_format"
     )
@@ -132,7 +133,7 @@ def test_an_error_with_a_time_to_wait_keeps_it_under_its_other_name() -> None:
 
 def test_responses_take_stop_and_top_k_too() -> None:
     body = {**BODIES["responses"], "stop": ["x"], "top_k": 3}
-    params = responses_input.parse_responses(body, **CONTEXT).chat.job.params
+    params = responses_body.parse_responses(body, **CONTEXT).chat.job.params
     assert (params.stop, params.top_k) == (("x",), 3)
 
 
@@ -151,14 +152,14 @@ def test_a_field_of_chats_is_taken_or_refused(endpoint: str) -> None:
 
 def test_a_field_of_another_name_is_told_that_name() -> None:
     for name, value in (("max_tokens", 5), ("response_format", {"type": "json_object"})):
-        with pytest.raises(RequestError, match=responses_input.NAMES[name]):
+        with pytest.raises(RequestError, match=responses_body.NAMES[name]):
             PARSERS["responses"]({"input": "x", name: value}, **CONTEXT)
     with pytest.raises(RequestError, match="stop_sequences"):
         PARSERS["messages"]({**BODIES["messages"], "stop": ["x"]}, **CONTEXT)
 
 
 def test_a_response_repeats_the_effort_it_was_asked_for() -> None:
-    asked = responses_input.parse_responses(
+    asked = responses_body.parse_responses(
         {"input": "x", "reasoning": {"effort": "low"}}, **CONTEXT
     )
     assert asked.echo["reasoning"] == {"effort": "low", "summary": None}
@@ -167,7 +168,7 @@ def test_a_response_repeats_the_effort_it_was_asked_for() -> None:
 def test_a_forced_call_wins_over_a_format_under_each_endpoints_name() -> None:
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     f = {"type": "function", "name": "f", "parameters": schema}
-    asked = responses_input.parse_responses(
+    asked = responses_body.parse_responses(
         {
             "input": "hi",
             "tools": [f],

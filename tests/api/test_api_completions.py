@@ -209,7 +209,7 @@ def test_model_names() -> None:
     with pytest.raises(RequestError) as caught:
         resolve_model("fake/model-1", names)
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
-    listed = model_list(info, names)["data"]
+    listed = model_list((name, info) for name in names)["data"]
     assert [m["id"] for m in listed] == ["a", "b"]
     assert all(m["root"] == "/models/fake" and m["max_model_len"] == 4096 for m in listed)
 

@@ -13,7 +13,7 @@ from bridge_harness import CONTEXT, HI, prompt_of
 from termgen.api.anthropic import parse_messages
 from termgen.api.chat import parse_chat
 from termgen.api.models import parse_tokenize
-from termgen.api.responses_input import parse_responses
+from termgen.api.responses.body import parse_responses
 from termgen.errors import RequestError
 
 PNG = base64.b64encode(b"x" * 12_100).decode()

@@ -14,8 +14,8 @@ from termgen.api import sse
 from termgen.api.anthropic import MessageStream, parse_messages
 from termgen.api.chat import ChatStream, parse_chat
 from termgen.api.completions import CompletionStream, parse_completion
-from termgen.api.responses import ResponseStream
-from termgen.api.responses_input import parse_responses
+from termgen.api.responses.answer import ResponseStream
+from termgen.api.responses.body import parse_responses
 from termgen.client import TokenDelta
 from termgen.vocabulary.request import FinishReason
 

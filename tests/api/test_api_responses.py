@@ -8,8 +8,9 @@ import pytest
 from bridge_harness import CALLS, CONTEXT, ask, play, prompt_of
 from llguidance import LLMatcher
 
-from termgen.api import responses, responses_input
 from termgen.api.chat_bridge import EndNews, News, TextNews
+from termgen.api.responses import answer as responses
+from termgen.api.responses import body as responses_body
 from termgen.errors import RequestError
 from termgen.vocabulary.tool_format import ToolFormat
 
@@ -78,7 +79,7 @@ def test_tools_of_responses_are_strict_unless_they_say_otherwise() -> None:
     # A model whose own parser reads its calls: nothing can be enforced, so nothing is promised.
     declared = ToolFormat(knows_tools=True, new_parser=lambda *_: None)  # type: ignore[arg-type, return-value]
     context = {**CONTEXT, "tool_format": declared}
-    asked = responses_input.parse_responses({"input": "hi", "tools": given[:1]}, **context)
+    asked = responses_body.parse_responses({"input": "hi", "tools": given[:1]}, **context)
     assert not asked.echo["tools"][0]["strict"] and not asked.chat.tools.functions[0].strict
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from termgen.api.anthropic import MessageStream, message_response, parse_messages
 from termgen.api.chat import ChatStream, chat_response, parse_chat
-from termgen.api.responses import ResponseStream, response_object
-from termgen.api.responses_input import parse_responses
+from termgen.api.responses.answer import ResponseStream, response_object
+from termgen.api.responses.body import parse_responses
 from termgen.api.tools import new_parser
 from termgen.client import TokenDelta, merge_deltas
 from termgen.vocabulary.request import FinishReason

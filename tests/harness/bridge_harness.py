@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from termgen.api import anthropic, responses_input
+from termgen.api import anthropic
 from termgen.api.chat_bridge import CallNews, ChatNews, EndNews, News, TextNews, Usage
+from termgen.api.responses import body as responses_body
 from termgen.client import ChatPrompt
 from termgen.vocabulary.tool_format import ToolFormat
 
@@ -52,5 +53,5 @@ def play(stream: Any, news: list[News], monkeypatch: pytest.MonkeyPatch) -> list
     return [*events, *stream.end()]
 
 
-def ask(**fields: Any) -> responses_input.ResponsesRequest:
-    return responses_input.parse_responses({"input": "hi", **fields}, **CONTEXT)
+def ask(**fields: Any) -> responses_body.ResponsesRequest:
+    return responses_body.parse_responses({"input": "hi", **fields}, **CONTEXT)

@@ -114,6 +114,7 @@ def make_report(**changes: Any) -> RequestReport:
         "request_id": "r1",
         "answer_id": "chatcmpl-1",
         "path": "/v1/chat/completions",
+        "operation": "chat",
         "model": "m",
         "traceparent": None,
         "num_choices": 1,
@@ -135,7 +136,7 @@ def test_a_trace_says_what_opentelemetry_wants_to_know() -> None:
     traces = TraceExporter("http://unused", exporter=exporter)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     traces.add(make_report(traceparent=parent))
-    traces.add(make_report(path="/v1/completions", outcome="queue_timeout", timings=()))
+    traces.add(make_report(operation="text_completion", outcome="queue_timeout", timings=()))
     traces.close()
     first, second = exporter.spans
     assert first.name == "chat m" and second.name == "text_completion m"

@@ -1,7 +1,7 @@
 """The body of /v1/responses in a chat's words.
 
-Nothing is stored, so whatever refers to an earlier response is refused by name. `responses_items`
-has the way in of the items and the tools.
+Nothing is stored, so whatever refers to an earlier response is refused by name. `items` has the
+way in of the items and the tools.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from termgen.api.chat_bridge import parse_as_chat, shared_fields, turns_of, unkn
 from termgen.api.chat_prompt import TemplateFields
 from termgen.api.errors import unsupported
 from termgen.api.fields import Endpoint, is_empty, one_of, read, wanted, wrong_type
-from termgen.api.responses_items import (
+from termgen.api.job import Job, ResponseOptions
+from termgen.api.responses.items import (
     ToolName,
     messages_of,
     offered_tools,
@@ -123,6 +124,18 @@ class ResponsesRequest:
     ignored: tuple[str, ...]
     tool_names: Mapping[str, ToolName] = field(default_factory=dict)
     """The client's names of its tools, by the names that the model knows."""
+
+    @property
+    def jobs(self) -> tuple[Job]:
+        return self.chat.jobs
+
+    @property
+    def options(self) -> ResponseOptions:
+        return self.chat.options
+
+    @property
+    def not_used(self) -> tuple[str, ...]:
+        return self.chat.not_used
 
 
 def parse_responses(data: Mapping[str, Any], **context: Any) -> ResponsesRequest:

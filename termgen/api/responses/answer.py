@@ -1,13 +1,13 @@
 """/v1/responses, OpenAI's newer endpoint, without state: a chat's news to events or a response.
 
-`responses_input` has the way in.
+`body` has the way in.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from termgen.api import sse
@@ -22,8 +22,10 @@ from termgen.api.chat_bridge import (
     whole_answer,
 )
 from termgen.api.errors import reply_for
-from termgen.api.responses_input import ResponsesRequest
-from termgen.api.responses_items import ToolName, custom_input
+from termgen.api.fields import Served
+from termgen.api.responses.body import NAMES, RESPONSES, ResponsesRequest, parse_responses
+from termgen.api.responses.items import ToolName, custom_input
+from termgen.api.rows import GeneratingRow
 from termgen.client import TokenDelta
 
 Piece = ThoughtNews | TextNews | CallNews
@@ -185,6 +187,10 @@ class ResponseStream:
         self._sequence = 0
         self._template: sse.NumberedTextTemplate | None = None
 
+    @property
+    def wire(self) -> sse.Wire:
+        return sse.Wire(frame=sse.named_frame, done=b"", error_frames=self._error_frames)
+
     def feed(self, index: int, delta: TokenDelta) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for news in self._news.feed(delta):
@@ -225,6 +231,9 @@ class ResponseStream:
         fault = {"code": body["code"] or "server_error", "message": body["message"]}
         response = _object(self._request, "failed", output=self._items.done, error=fault)
         return [*self._start(), self._event("response.failed", response=response)]
+
+    def _error_frames(self, error: BaseException) -> bytes:
+        return b"".join(sse.named_frame(event) for event in self.failure(error))
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sequence += 1
@@ -303,9 +312,16 @@ def _text_delta(number: int, place: dict[str, Any], text: str) -> dict[str, Any]
     return {"type": kind, "sequence_number": number, **place, "delta": text, "logprobs": []}
 
 
-def responses_wire(stream: ResponseStream) -> sse.Wire:
-    def error_frames(exc: BaseException) -> bytes:
-        return b"".join(sse.named_frame(event) for event in stream.failure(exc))
+def _parse(served: Served, data: Mapping[str, Any]) -> ResponsesRequest:
+    return parse_responses(data, **served.answering, **served.conversing)
 
-    frame: Callable[[dict[str, Any]], bytes] = sse.named_frame
-    return sse.Wire(frame=frame, done=b"", error_frames=error_frames)
+
+ROW = GeneratingRow(
+    path="/v1/responses",
+    summary="responses",
+    body=RESPONSES,
+    parse=_parse,
+    stream=ResponseStream,
+    whole=response_object,
+    names=NAMES,
+)
