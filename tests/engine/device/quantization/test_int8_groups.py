@@ -218,13 +218,13 @@ def test_what_was_measured_is_used(device: str, dtype: torch.dtype) -> None:
 def test_a_gate_opens_in_the_product_of_one_row(
     device: str, dtype: torch.dtype, columns: int, is_one: bool
 ) -> None:
-    values = torch.randn(160, columns, generator=torch.Generator().manual_seed(8)) / columns**0.5
+    values = torch.randn(32, columns, generator=torch.Generator().manual_seed(8)) / columns**0.5
     build = Build(dtype, torch.device(device), GroupLinears(), TritonOps())
-    layer = Linear(columns, {"gate_proj": 80, "up_proj": 80}, bias=True, build=build)
+    layer = Linear(columns, {"gate_proj": 16, "up_proj": 16}, bias=True, build=build)
     assert layer.bias is not None and isinstance(layer.method, GroupLinear)
-    layer.bias.data.copy_(torch.linspace(-1, 1, 160))
-    layer.method.load_stored(gguf_rows(values[:80], "Q4_0"), 0)
-    layer.method.load_stored(gguf_rows(values[80:], "Q4_0" if is_one else "Q8_0"), 80)
+    layer.bias.data.copy_(torch.linspace(-1, 1, 32))
+    layer.method.load_stored(gguf_rows(values[:16], "Q4_0"), 0)
+    layer.method.load_stored(gguf_rows(values[16:], "Q4_0" if is_one else "Q8_0"), 16)
     layer.finalize()
     for rows in (1, 2):
         x = normal(rows, columns, dtype=dtype, device=device, seed=columns)
