@@ -222,7 +222,7 @@ def guess_half(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CACHES = ("int8", "int4")
-"""Types of KV cache in which what a token reads was rounded together with others."""
+"""Types of KV cache that round what a token reads together with others."""
 MODELS = [
     *("smollm2", "hybrid", *CACHES),
     *(pytest.param(f"random {kind}", marks=pytest.mark.gpu) for kind in ("auto", *CACHES)),

@@ -97,7 +97,7 @@ class ScriptedDevice:
         self.num_computed_tokens = 0
         self.next_step = 0
         self.declines = 0.0
-        """The share of steps in which it computes none of the drafts that there are places for."""
+        """The share of steps that compute none of the drafts that there are places for."""
         self.turns_nan: Callable[[], bool] | None = None
         """Called for each row of a step: whether the KV that it writes is NaN."""
 

@@ -52,8 +52,7 @@ def batch_page(
         rows += drafts_panel(figures, upto, Frame(width, drafts, boxed))
     if columns:
         frame = Frame(width, columns, boxed)
-        told = figures is None
-        rows += batch_panel(view, frame, glyphs, cursor=cursor, has_drafts=told)
+        rows += batch_panel(view, frame, glyphs, cursor=cursor, has_drafts=figures is None)
     frame = Frame(width, max(0, rest), boxed)
     rows += lanes_panel(view.steps, lanes, frame, glyphs, cursor=cursor, selected=selected)
     if queue:

@@ -202,9 +202,9 @@ def test_a_cache_of_integers(
     """Queries go to the cache's basis with the keys, though the model's own code rotates them."""
     folder, prompts = make_model("gpt2"), random_prompts()
     expected = reference(folder, prompts)
-    told = [p + e[:i] for p, e in zip(prompts, expected, strict=True) for i in range(len(e))]
+    given = [p + e[:i] for p, e in zip(prompts, expected, strict=True) for i in range(len(e))]
     engine = engines(folder, kv_cache_dtype=kind, num_gpu_blocks_override=400)
-    found = [tokens[0] for tokens in run(engine, told)]
+    found = [tokens[0] for tokens in run(engine, given)]
     agreed = np.mean(np.array(found) == np.concatenate(expected))
     print(kind, agreed)
     assert agreed > least
