@@ -62,7 +62,7 @@ def make_experts(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -
 def mxfp4_rows(num_rows: int, num_columns: int, device: str, seed: int) -> StoredRows:
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (num_rows, num_columns // 32, 17), generator=generator)
-    blocks[:, :, 0] = blocks[:, :, 0] % 4 + 118
+    blocks[:, :, 0] = blocks[:, :, 0] % 4 + 120
     return StoredRows("MXFP4", blocks.to(torch.uint8).to(device))
 
 
@@ -77,7 +77,7 @@ def nvfp4_matrix(num_rows: int, num_columns: int, seed: int) -> tuple[StoredRows
         .add_(0.5)
         .mul_(100)
         .to(torch.float8_e4m3fn),
-        "global_scale": torch.tensor([0.002 * num_columns**-0.5]) * (1 + seed % 7),
+        "global_scale": torch.tensor([0.0007 * num_columns**-0.5]) * (1 + seed % 7),
     }
     rows = nvfp4_rows(tensors, 0, num_rows, is_divided=False)
     return rows, FourBitFloats((num_rows, num_columns)).rows(tensors, 0, num_rows)

@@ -153,7 +153,7 @@ def test_whole_steps_and_pieces_agree_to_the_bit_at_one_padded_shape(
 def test_recorded_steps_over_a_cache_below_16_bits(tiny_model_dir: ModelDir, kind: str) -> None:
     seed = 8
     print(f"seed {seed}")
-    folder = tiny_model_dir("llama")
+    folder = tiny_model_dir("llama", head_dim=32)
     eager, _ = mixed_load(make_engine(folder, kv_cache_dtype=kind, enforce_eager=True), seed)
     recorded, steps = mixed_load(make_engine(folder, kv_cache_dtype=kind), seed)
     assert recorded == eager
