@@ -2,9 +2,10 @@
 
     value = scale * number + low
 
-Only for types whose blocks have no more scales than that: those with one for every 16 numbers
-(Q2_K, Q3_K, Q6_K) have to be dequantised. Numbers of four bits are spread over all levels, 17
-apart, by which `native.int8_blocks` knows them. `gguf_blocks` says how the bytes lie.
+Only for types whose blocks have no more scales than that: of those with one for every 16 numbers,
+`halved_blocks` keeps Q3_K and Q6_K, and Q2_K has to be dequantised. Numbers of four bits are spread
+over all levels, 17 apart, by which `native.int8_blocks` knows them. `gguf_blocks` says how the
+bytes lie.
 """
 
 from __future__ import annotations

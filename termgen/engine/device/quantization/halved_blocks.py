@@ -24,10 +24,8 @@ from termgen.engine.device.quantization.gguf_blocks import K_BLOCK, q3_k_parts, 
 from termgen.engine.device.quantization.mxfp4 import VALUES
 from termgen.engine.device.quantization.stored_matrices import NVFP4, NVFP4_BLOCK
 
-WIDTHS = {NVFP4: 4}
-"""Bits of a number in memory, by the kinds of blocks that are kept so. Q3_K and Q6_K (8 bits) are
-rounded to one scale for 32 numbers: with two, a product of one row has twice the sums of integers,
-and what that takes is not measured."""
+WIDTHS = {NVFP4: 4, "Q3_K": 8, "Q6_K": 8}
+"""Bits of a number in memory, by kind."""
 HALF = 16
 """Numbers that share a scale."""
 _STEP = 0.5

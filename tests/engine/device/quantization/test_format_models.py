@@ -44,7 +44,7 @@ MIXES: dict[str, dict[str, str]] = {
     "fp8": {"": "fp8", **dict.fromkeys(TABLES, "floats")},
 }
 """Part of a tensor's name -> its format; the empty one is that of the others."""
-ROUNDED = ("Q6_K", "int8", "q4", "fp8")
+ROUNDED = ("int8", "q4", "fp8")
 KL, KL_OF_INTEGERS = 1e-4, 1e-3
 """Nats in the mean; where one row is multiplied in integers."""
 SAME_TOKEN = 0.995

@@ -27,7 +27,7 @@ of its 32."""
 SAME = 2.0**-10
 """What rounding scales and offsets to 16 bits does to a matrix, in its norm: a number times its
 scale and the offset may both be larger than their sum."""
-LOSSES = {"Q6_K": 0.01, "int8": 0.01, "q4": 0.11, "fp8": 0.035}
+LOSSES = {"int8": 0.01, "q4": 0.11, "fp8": 0.035}
 """The same of formats that are rounded anew."""
 
 

@@ -24,7 +24,7 @@ from termgen.errors import CorruptFileError
 
 require_triton()
 
-from termgen.engine.device.quantization import halved_blocks, int8_groups  # noqa: E402
+from termgen.engine.device.quantization import int8_groups  # noqa: E402
 from termgen.engine.device.quantization.int8_groups import (  # noqa: E402
     Group4Linear,
     GroupLinear,
@@ -53,13 +53,6 @@ WIDTHS = {
     "NVFP4 and Q6_K": [4, 8, 4],
 }
 """Bits of the runs of each."""
-
-
-@pytest.fixture(autouse=True)
-def all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have those kept that are not by default."""
-    for kind in ("Q3_K", "Q6_K"):
-        monkeypatch.setitem(halved_blocks.WIDTHS, kind, 8)
 
 
 def k_rows(kind: str, rows: int, generator: torch.Generator) -> tuple[StoredRows, torch.Tensor]:
