@@ -40,6 +40,7 @@ from made_up_models import LARGE, OTHERS, REAL, write_config
 
 from termgen.config import EngineConfig
 from termgen.engine.device.kernels.kv_cache import head_items
+from termgen.engine.device.layers.matrix_list import ExpertList
 from termgen.engine.loop.engine import SyncEngine
 from termgen.vocabulary.events import EventRing, StepRecord
 from termgen.vocabulary.request import GenerationRequest
@@ -187,13 +188,21 @@ def step_bytes(engine: SyncEngine, rows: int, context: int) -> float:
     that random tokens choose; the keys and values that rows see; each state in and out."""
     runner = engine.core.executor._runner  # type: ignore[attr-defined]
     config, kv_dtype, moved = runner.config, runner.kv_cache_dtype, 0.0
+    num_matrices = {
+        weight: len(module)
+        for module in runner.model.modules()
+        if isinstance(module, ExpertList)
+        for weight in module.parameters()
+    }
     for name, weight in runner.model.named_parameters():
         size = weight.nbytes
         if "embed" in name and not (config.tie_word_embeddings and "per_layer" not in name):
             size = rows * size / len(weight)
-        elif config.moe is not None and weight.dim() == 3 and len(weight) >= config.moe.num_experts:
-            missed = 1 - config.moe.num_experts_per_tok / config.moe.num_experts
-            size -= missed**rows * size / len(weight) * config.moe.num_experts
+        elif config.moe is not None and (weight in num_matrices or weight.dim() == 3):
+            num = num_matrices.get(weight, len(weight))
+            if num >= config.moe.num_experts:
+                missed = 1 - config.moe.num_experts_per_tok / config.moe.num_experts
+                size -= missed**rows * size / num * config.moe.num_experts
         moved += size
     for layer in range(config.num_layers):
         if (spec := config.layer_caches[config.kv_source(layer)]) is not None:

@@ -100,18 +100,20 @@ def test_tokens_do_not_depend_on_batching_or_caching(
         options = {"kv_cache_dtype": kind, "max_model_len": 128, **options}
         return make_engine(folder, device, skip_tokenizer_init=True, **options)
 
+    def check(found: list[list[int]]) -> None:
+        others = sum(a != b for a, b in zip(found, expected, strict=True))
+        assert others <= (2 if device == "cuda" and kind == "int4" else 0)
+
+    # A GPU sums a chunk of another size in another order: where that moves the last bit of a key,
+    # its number of four bits may move by a fifteenth of the head's range, and an answer with it.
     plain = engine()
     expected = run(plain)
     assert run(plain) == expected, "from the prefix cache"
     assert plain.snapshot().prefix_hit_tokens > 100
     assert run(engine(enable_prefix_caching=False, async_scheduling=True)) == expected
-    in_chunks = run(engine(max_num_batched_tokens=16))
-    # A GPU sums a chunk of another size in another order: where that moves the last bit of a key,
-    # its number of four bits may move by a fifteenth of the head's range, and an answer with it.
-    others = sum(a != b for a, b in zip(in_chunks, expected, strict=True))
-    assert others <= (device == "cuda" and kind == "int4")
+    check(run(engine(max_num_batched_tokens=16)))
     small = engine(num_gpu_blocks_override=14, block_size=16)
-    assert run(small) == expected
+    check(run(small))
     assert small.snapshot().num_preemptions > 0
     if kind == "fp8":
         assert run(engine(kv_cache_dtype="fp8_e4m3")) == expected
