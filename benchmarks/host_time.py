@@ -1,12 +1,13 @@
 """Host time of one decode step: `Scheduler.schedule` plus `Scheduler.apply`, without a device.
 
-    python benchmarks/host_time.py [--output-json FILE]
+    python benchmarks/host_time.py [--drafts 4] [--output-json FILE]
 
 Every batch size runs at every context length, with the prefix cache on and made-up results (each
 row samples one token). Once in a block's length a row takes a new block and publishes a full one,
 so times are means over windows of that many steps; the table shows the median window. Only the rows
 that take a block add time: batch 256 costs at most 4 times batch 1 on a quiet machine, and the
-context length does not matter. Needs no model and no torch.
+context length does not matter. With drafts every row has as many in each step, and keeps from none
+to all of them, in turn. Needs no model and no torch.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ CASES = [(batch, context) for batch in (1, 8, 64, 256) for context in (1024, 409
 Times = npt.NDArray[np.float64]
 
 
-def make_scheduler(batch_size: int, context: int, steps: int) -> Scheduler:
+def make_scheduler(batch_size: int, context: int, steps: int, drafts: int) -> Scheduler:
     """A scheduler whose `batch_size` requests have all landed their prompt of `context` tokens."""
     # The first row decodes while the last one's prompt is read; no request may finish meanwhile.
-    max_tokens = 2 * steps + batch_size * context // PREFILL_TOKENS
+    max_tokens = 2 * steps * (1 + drafts) + batch_size * context // PREFILL_TOKENS
     max_model_len = context + max_tokens
     kv = KVCacheManager(
         num_blocks=1 + batch_size * -(-max_model_len // BLOCK_SIZE),
@@ -43,7 +44,10 @@ def make_scheduler(batch_size: int, context: int, steps: int) -> Scheduler:
         enable_prefix_caching=True,
     )
     config = SchedulerConfig(
-        max_num_seqs=batch_size, max_num_batched_tokens=PREFILL_TOKENS, max_model_len=max_model_len
+        max_num_seqs=batch_size,
+        max_num_batched_tokens=PREFILL_TOKENS,
+        max_model_len=max_model_len,
+        num_speculative_tokens=drafts,
     )
     scheduler = Scheduler(config, kv)
     rng = np.random.default_rng(0)
@@ -79,20 +83,22 @@ def made_up_result(scheduler: Scheduler, plan: StepPlan) -> StepResult:
     """The device's answer: rows that reached their newest token sample token 5."""
     table = scheduler.slots
     samples = table.num_computed[plan.slots] >= table.num_tokens[plan.slots]
+    kept = (plan.step_id + np.arange(plan.num_rows)) % (1 + plan.num_draft_tokens)
+    num_sampled = (samples * (1 + kept)).astype(np.int32)
     return StepResult(
         step_id=plan.step_id,
-        num_sampled=samples.astype(np.int32),
-        token_ids=np.full(int(samples.sum()), 5, np.int32),
+        num_sampled=num_sampled,
+        token_ids=np.full(int(num_sampled.sum()), 5, np.int32),
         logprobs=None,
         started_ns=0,
         ended_ns=0,
     )
 
 
-def time_windows(batch_size: int, context: int, windows: int) -> Times:
+def time_windows(batch_size: int, context: int, windows: int, drafts: int) -> Times:
     """[windows, 2] mean microseconds of `schedule` and of `apply`."""
     steps = (1 + windows) * BLOCK_SIZE  # the first window warms up
-    scheduler = make_scheduler(batch_size, context, steps)
+    scheduler = make_scheduler(batch_size, context, steps, drafts)
     times_ns = np.zeros((steps, 2))
     gc.collect()
     gc.freeze()
@@ -100,7 +106,8 @@ def time_windows(batch_size: int, context: int, windows: int) -> Times:
         start = time.perf_counter_ns()
         plan = scheduler.schedule()
         times_ns[step, 0] = time.perf_counter_ns() - start
-        assert plan is not None and plan.num_rows == plan.total_tokens == batch_size
+        assert plan is not None and plan.num_rows == batch_size
+        assert plan.total_tokens == batch_size * (1 + drafts)
         result = made_up_result(scheduler, plan)
         start = time.perf_counter_ns()
         scheduler.apply(plan, result)
@@ -114,11 +121,12 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--windows", type=int, default=25, help="timed windows of 16 steps a case")
     parser.add_argument("--rounds", type=int, default=3, help="times every case is run, in turn")
+    parser.add_argument("--drafts", type=int, default=0, help="of every row in every step")
     args = parser.parse_args()
     times: dict[tuple[int, int], list[Times]] = {case: [] for case in CASES}
     for _ in range(args.rounds):
         for case in CASES:
-            times[case].append(time_windows(*case, args.windows))
+            times[case].append(time_windows(*case, args.windows, args.drafts))
     results = []
     for (batch, context), rounds in times.items():
         windows = np.concatenate(rounds)
