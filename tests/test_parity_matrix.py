@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_executor import make_core
+from tiny_dflash import make_dflash, target_of_few
 from tiny_heads import add_mtp, quiet_target
 
 from termgen.client import TokenDelta
@@ -85,11 +86,20 @@ class Bench:
     """One loaded model and the requests of the matrix."""
 
     def __init__(
-        self, model: Path, *, most_tokens: int, method: str = "ngram", **options: Any
+        self,
+        model: Path,
+        *,
+        most_tokens: int,
+        method: str = "ngram",
+        head: Path | None = None,
+        **options: Any,
     ) -> None:
+        """head: a drafter's own files."""
         self.is_cpu = options["device"] == "cpu"
         if self.is_cpu:  # where drafts are made
-            drafts = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
+            drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
+            if head is not None:
+                drafts["model"] = str(head)
             options["speculative_config"] = json.dumps(drafts)
         config = EngineConfig(
             model=str(model),
@@ -357,16 +367,25 @@ def test_every_request_says_the_same_with_drafts(
     assert stats.num_accepted_tokens > 20
 
 
-@pytest.fixture(scope="module")
-def mtp_bench(
-    tiny_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+@pytest.fixture(scope="module", params=["mtp", "dflash"])
+def head_bench(
+    request: pytest.FixtureRequest,
+    tiny_model_dir: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Bench]:
-    """A model with an MTP layer, whose drafts are all computed."""
-    kinds = ["full_attention"] * 2
-    made = tiny_model_dir("qwen3_5_text", num_hidden_layers=2, layer_types=kinds)
-    folder = quiet_target(made, tmp_path_factory.mktemp("matrix") / "mtp")
-    add_mtp(folder)
-    bench = Bench(folder, most_tokens=24, method="mtp", device="cpu")
+    """A model with a head that drafts, all of whose drafts are computed."""
+    place = tmp_path_factory.mktemp("matrix")
+    if request.param == "mtp":
+        kinds = ["full_attention"] * 2
+        made = tiny_model_dir("qwen3_5_text", num_hidden_layers=2, layer_types=kinds)
+        folder = quiet_target(made, place / "target")
+        add_mtp(folder)
+        bench = Bench(folder, most_tokens=24, method="mtp", device="cpu")
+    else:
+        few = range(20, 23)
+        folder = target_of_few(tiny_model_dir("llama"), place / "target", few)
+        head = make_dflash(folder, place / "head", layers=(0,))
+        bench = Bench(folder, most_tokens=24, method="dflash", head=head, device="cpu")
     runner = bench.parts.core.executor._runner  # type: ignore[attr-defined]
     runner.drafts.drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
     yield bench
@@ -380,18 +399,19 @@ def mtp_bench(
         pytest.param(2, True, False, id="async-preempted-whole"),
     ],
 )
-def test_every_request_says_the_same_with_an_mtp_layer(
-    mtp_bench: Bench, depth: int, preempted: bool, chunked: bool
+def test_every_request_says_the_same_with_a_head(
+    head_bench: Bench, depth: int, preempted: bool, chunked: bool
 ) -> None:
-    answers = mtp_bench.run(
+    runner = head_bench.parts.core.executor._runner  # type: ignore[attr-defined]
+    answers = head_bench.run(
         list(KINDS),
         depth=depth,
         max_num_batched_tokens=2 * CHUNK if chunked else 256,
         resets=(5, 9) if preempted else (),
         num_drafts=NUM_DRAFTS,
-        num_ahead=NUM_DRAFTS - 1,
+        num_ahead=runner.drafts.drafter.model.num_ahead,
     )
-    check(mtp_bench, answers)
-    stats = mtp_bench.core.scheduler.stats
+    check(head_bench, answers)
+    stats = head_bench.core.scheduler.stats
     assert (stats.num_preemptions > 2) == preempted
     assert 10 < stats.num_accepted_tokens < stats.num_draft_tokens

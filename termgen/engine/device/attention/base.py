@@ -138,6 +138,8 @@ class AttentionShape:
     block_size: int | None
     """None: the size that the backend prefers."""
     max_num_seqs: int
+    """Rows of the largest step: where a drafter passes over blocks, each of its tokens may be
+    one."""
     max_num_tokens: int
     dtype: torch.dtype
     """Type of queries and results."""

@@ -32,7 +32,7 @@ _REFUSED_FLAGS = ("norm_before_fc", "fc_norm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """A head of one layer, or a whole model that drafts."""
+    """A head of some layers, or a whole model that drafts."""
 
     method: str
     folder: Path | None
@@ -45,6 +45,10 @@ class HeadConfig:
     """Tokens that it can guess."""
     norms_residual: bool = False
     """True if its residual stream begins with the states behind their norm."""
+    block_size: int = 1
+    """Tokens of a pass whose drafts come all at once: the newest one, and noise behind it."""
+    mask_token_id: int = 0
+    """The token whose embedding is the noise."""
 
 
 def mtp_head(target: ModelConfig) -> HeadConfig:
@@ -85,27 +89,14 @@ def eagle3_head(raw: Mapping[str, Any], target: ModelConfig, folder: Path) -> He
     inner = _of_speculators(read) if "speculators_model_type" in raw else _of_llama(read, raw)
     llama = {**inner, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
     layers = ModelConfig.from_hf(llama)
-    for key, found, wanted in (
-        ("num_hidden_layers", layers.num_layers, 1),
-        ("vocab_size", layers.vocab_size, target.vocab_size),
-        (
-            "target_hidden_size",
-            read.optional_integer("target_hidden_size") or target.hidden_size,
-            target.hidden_size,
-        ),
-    ):
-        if found != wanted:
-            whose = "a head has" if key == "num_hidden_layers" else "its target has"
-            raise UnsupportedModelError(f"config.json: {key} is {found}, but {whose} {wanted}")
+    check_alike("num_hidden_layers", layers.num_layers, 1, whose="a head")
+    check_alike("vocab_size", layers.vocab_size, target.vocab_size)
+    into = read.optional_integer("target_hidden_size") or target.hidden_size
+    check_alike("target_hidden_size", into, target.hidden_size)
     for key in _REFUSED_FLAGS:
         if read.flag(key, default=False):
             raise UnsupportedModelError(f"config.json: {key} true is not supported")
-    is_same_kind = target.kv_heads(0) == layers.kv_heads(0)
-    if is_same_kind and layers.num_heads != target.num_heads:
-        raise UnsupportedModelError(
-            f"config.json: num_attention_heads is {layers.num_heads} on key heads like the"
-            f" target's, which has {target.num_heads} on them"
-        )
+    check_key_heads(layers, target)
     return HeadConfig(
         method="eagle3",
         folder=folder,
@@ -114,6 +105,22 @@ def eagle3_head(raw: Mapping[str, Any], target: ModelConfig, folder: Path) -> He
         draft_vocab_size=read.optional_integer("draft_vocab_size") or target.vocab_size,
         norms_residual=read.flag("norm_before_residual", default=False),
     )
+
+
+def check_alike(key: str, found: int, wanted: int, whose: str = "its target") -> None:
+    """Raises UnsupportedModelError naming the key of a head's config.json."""
+    if found != wanted:
+        raise UnsupportedModelError(f"config.json: {key} is {found}, but {whose} has {wanted}")
+
+
+def check_key_heads(layers: ModelConfig, target: ModelConfig) -> None:
+    """layers: of a head. Raises UnsupportedModelError where no attention serves both."""
+    is_same_kind = target.kv_heads(0) == layers.kv_heads(0)
+    if is_same_kind and layers.num_heads != target.num_heads:
+        raise UnsupportedModelError(
+            f"config.json: num_attention_heads is {layers.num_heads} on key heads like the"
+            f" target's, which has {target.num_heads} on them"
+        )
 
 
 def _of_llama(read: ConfigReader, raw: Mapping[str, Any]) -> Mapping[str, Any]:

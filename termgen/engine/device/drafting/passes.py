@@ -58,6 +58,23 @@ class DraftPasses:
         is_written = draws & (behind < longest)
         rows.token_ids[slots, places] = torch.where(is_written, ids.to(old.dtype), old)
 
+    def write_all(
+        self,
+        slots: torch.Tensor,  # [B] int64
+        ids: torch.Tensor,  # [B, num_drafts]
+        draws: torch.Tensor,  # [B] bool
+        rows: DraftedRows,
+    ) -> None:
+        """Write all drafts of each row, where there are places for them."""
+        total = rows.total_len[slots][:, None]
+        behind = total + self._tokens[: ids.shape[1]]
+        is_written = draws[:, None] & (behind < rows.token_ids.shape[1])
+        # The others write the newest token again, so that what is written twice is the same.
+        places = torch.where(is_written, behind, (total - 1).clamp_(min=0))
+        of_rows = slots[:, None].expand_as(places)
+        old = rows.token_ids[of_rows, places]
+        rows.token_ids[of_rows, places] = torch.where(is_written, ids.to(old.dtype), old)
+
     def count(
         self, slots: torch.Tensor, num_drafts: int, draws: torch.Tensor, rows: DraftedRows
     ) -> None:

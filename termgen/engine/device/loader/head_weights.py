@@ -3,6 +3,9 @@
 Tensors of an EAGLE-3 folder are called as a Llama's are, its layer `midlayer` or `layers.0`. Two
 hold no weights: `d2t`, how far the target's number of a token lies behind the head's, and `t2d`,
 which of the target's tokens the head knows.
+
+Those of a DFlash folder are called as a Qwen3's are; Muse Glimmer's assistant has the two tensors
+that are not in layers within an `encoder`.
 """
 
 from __future__ import annotations
@@ -17,13 +20,19 @@ from termgen.engine.device.config.head_config import HeadConfig
 from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.safetensors_file import WeightFiles
 from termgen.engine.device.loader.weights import load_weights
+from termgen.engine.device.models.heads.dflash import DFlashHead
 from termgen.engine.device.models.heads.eagle3 import Eagle3Head
 from termgen.engine.device.models.heads.mtp import MtpHead
 from termgen.errors import CorruptFileError, UnsupportedModelError
 
 TO_TARGET, OF_TARGET = "d2t", "t2d"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-_NAMES = (("model.", ""), ("midlayer.", "layers.0."))
+_OF_EAGLE3 = (("model.", ""), ("midlayer.", "layers.0."))
+_OF_DFLASH = (
+    ("model.", ""),
+    ("encoder.fc.", "fc."),
+    ("encoder.output_norm_enc.", "hidden_norm."),
+)
 
 
 def load_mtp(path: Path, head: MtpHead) -> None:
@@ -37,26 +46,46 @@ def load_mtp(path: Path, head: MtpHead) -> None:
             raise CorruptFileError(f"{path}: {error}") from error
 
 
-class Eagle3Files(WeightFiles):
+class HeadFiles(WeightFiles):
     """The tensors of a head's folder, under the names that the head has for them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Sequence[tuple[str, str]]) -> None:
+        """names: how the stored ones begin, and what the head has instead, one after another."""
         super().__init__(folder, any_type=True)
         self.folder = folder
         self._stored: dict[str, str] = {}
         for stored in self._where:
             name = stored
-            for prefix, ours in _NAMES:
+            for prefix, ours in names:
                 if name.startswith(prefix):
                     name = ours + name.removeprefix(prefix)
             self._stored[name] = stored
 
     def names(self) -> Sequence[str]:
-        return [name for name in self._stored if name not in (TO_TARGET, OF_TARGET)]
+        return list(self._stored)
 
     def tensor(self, name: str) -> torch.Tensor:
         stored = self._stored[name]
         return self._where[stored].tensor(stored)
+
+
+def load_dflash(head: DFlashHead) -> None:
+    """Raises ModelError naming the tensor that is wrong."""
+    folder = head.config.folder
+    assert folder is not None
+    with closing(HeadFiles(folder, _OF_DFLASH)) as files:
+        try:
+            load_weights(head, files)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{folder}: {error}") from error
+
+
+class Eagle3Files(HeadFiles):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, _OF_EAGLE3)
+
+    def names(self) -> Sequence[str]:
+        return [name for name in super().names() if name not in (TO_TARGET, OF_TARGET)]
 
     def target_ids(self, config: HeadConfig) -> torch.Tensor:
         """[draft_vocab_size] int64: the target's number of each token. Raises CorruptFileError."""

@@ -35,8 +35,6 @@ from termgen.engine.device.loader.transformers_weights import (
 )
 from termgen.engine.device.loader.weights import load_dummy, load_weights
 from termgen.engine.device.models.decoder import CausalDecoder
-from termgen.engine.device.models.heads.eagle3 import Eagle3Head
-from termgen.engine.device.models.heads.mtp import MtpHead
 from termgen.engine.device.models.pieces import PiecewiseModel
 from termgen.engine.device.models.registry import build_model, check_memory, make_build
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
@@ -55,7 +53,12 @@ from termgen.engine.device.runner.dispatch import (
     piecewise_sizes,
 )
 from termgen.engine.device.runner.make_attention import make_attention
-from termgen.engine.device.runner.make_drafter import load_head, make_drafter, read_drafts
+from termgen.engine.device.runner.make_drafter import (
+    LoadedHead,
+    load_head,
+    make_drafter,
+    read_drafts,
+)
 from termgen.engine.device.runner.memory import MemoryAccount, MemoryMeter, make_meter, weight_bytes
 from termgen.engine.device.runner.model_runner import ModelRunner
 from termgen.engine.device.runner.piecewise_graphs import Recorder
@@ -136,7 +139,7 @@ def build_runner(
             *(config, path, model_config, attention, shape, progress, quantization),
             *(tuned, recurrent, cpu_experts, memory),
         )
-        head: MtpHead | Eagle3Head | CausalDecoder | None = None
+        head: LoadedHead | CausalDecoder | None = None
         if head_config is not None and head_config.method == "draft_model":
             head = load_draft_model(config, head_config, attention, shape, model_config.num_layers)
         elif head_config is not None:

@@ -79,7 +79,7 @@ def attention_shapes(
             head_dim=head_dim,
             windows=tuple(of_these),
             block_size=config.block_size,
-            max_num_seqs=limits.max_num_seqs,
+            max_num_seqs=limits.max_num_seqs * (1 if head is None else head.block_size),
             max_num_tokens=limits.max_num_batched_tokens,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype(config.kv_cache_dtype, dtype),

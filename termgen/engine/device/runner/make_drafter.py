@@ -6,16 +6,18 @@ in the target's KV cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from termgen.config import EngineConfig
 from termgen.engine.device.attention.groups import GroupedAttention
+from termgen.engine.device.config.dflash_config import dflash_head
 from termgen.engine.device.config.head_config import HeadConfig, draft_model, eagle3_head, mtp_head
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.drafting.base import Drafter, DraftModel
+from termgen.engine.device.drafting.block_drafts import BlockDrafts
 from termgen.engine.device.drafting.head_drafts import HeadDrafts
 from termgen.engine.device.drafting.ngram import NgramDrafter
 from termgen.engine.device.drafting.on_device import DeviceDrafter
@@ -25,9 +27,10 @@ from termgen.engine.device.drafting.small_model import SmallModelDrafts
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.layers.linear import Build
 from termgen.engine.device.loader.checkpoint import load_model_config, parsed, read_config
-from termgen.engine.device.loader.head_weights import load_eagle3, load_mtp
+from termgen.engine.device.loader.head_weights import load_dflash, load_eagle3, load_mtp
 from termgen.engine.device.loader.weights import load_dummy
 from termgen.engine.device.models.decoder import CausalDecoder
+from termgen.engine.device.models.heads.dflash import DFlashHead
 from termgen.engine.device.models.heads.eagle3 import Eagle3Head
 from termgen.engine.device.models.heads.mtp import MtpHead
 from termgen.engine.device.runner import resolve
@@ -39,6 +42,8 @@ from termgen.vocabulary.device.speculation import (
     SpeculativeConfig,
     parse_speculative_config,
 )
+
+LoadedHead = MtpHead | Eagle3Head | DFlashHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +73,25 @@ def read_drafts(
     if why_not:
         raise ConfigError(f"{FIELD}: {why_not}; leave it out", param=FIELD)
     try:
-        return WantedDrafts(settings, _read_head(settings, model))
+        head = _read_head(settings, model)
     except ModelError as error:
         raise type(error)(f"{FIELD}: method {settings.method}: {error}") from error
+    if head is not None and head.block_size > 1:
+        settings = _within_block(settings, head.block_size)
+    return WantedDrafts(settings, head)
+
+
+def _within_block(settings: SpeculativeConfig, block_size: int) -> SpeculativeConfig:
+    """With no more drafts than a block of the head has. Raises ConfigError."""
+    most = block_size - 1
+    if (settings.num_speculative_tokens or 0) > most:
+        raise ConfigError(
+            f"{FIELD}: num_speculative_tokens is {settings.num_speculative_tokens}, but a block of"
+            f" this head has {most} besides its first token (block_size {block_size} in its"
+            " config.json)",
+            param=FIELD,
+        )
+    return replace(settings, num_speculative_tokens=min(settings.num_drafts, most))
 
 
 def _read_head(settings: SpeculativeConfig, model: ModelConfig) -> HeadConfig | None:
@@ -82,7 +103,8 @@ def _read_head(settings: SpeculativeConfig, model: ModelConfig) -> HeadConfig | 
     if settings.method == "draft_model":
         return draft_model(load_model_config(place), model, place)
     source = place / "config.json"
-    return parsed(source, lambda: eagle3_head(read_config(source), model, place))
+    read_head = dflash_head if settings.method == "dflash" else eagle3_head
+    return parsed(source, lambda: read_head(read_config(source), model, place))
 
 
 def load_head(
@@ -92,10 +114,10 @@ def load_head(
     target: CausalDecoder,
     build: Build,
     attention: GroupedAttention,
-) -> MtpHead | Eagle3Head:
+) -> LoadedHead:
     """The head of a loaded target. attention: of the layers of both. Raises ModelError."""
     own = attention.behind(target.config.num_layers)
-    made: MtpHead | Eagle3Head
+    made: LoadedHead
     try:
         if head.method == "eagle3":
 
@@ -104,6 +126,9 @@ def load_head(
                 return Eagle3Head(head, target, build, own, **has)
 
             made = load_eagle3(head, make)
+        elif head.method == "dflash":
+            made = DFlashHead(head, target, build, own)
+            load_dflash(made)
         else:
             made = MtpHead(head, target, build, own)
             if config.load_format == "dummy":
@@ -118,7 +143,7 @@ def load_head(
 
 def make_drafter(
     wanted: WantedDrafts,
-    head: MtpHead | Eagle3Head | CausalDecoder | None,
+    head: LoadedHead | CausalDecoder | None,
     attention: GroupedAttention,
     limits: resolve.Limits,
     *,
@@ -142,15 +167,26 @@ def make_drafter(
         )
         return DeviceDrafter(model, settings.num_drafts, num_slots=num_slots)
     sizes = {
-        "num_drafts": settings.num_drafts,
         "max_rows": num_slots,
         "max_tokens": limits.max_num_batched_tokens,
         "block_size": block_size,
     }
-    if isinstance(head, CausalDecoder):
-        model = SmallModelDrafts(head, attention, **sizes, device=device)
+    if isinstance(head, DFlashHead):
+        model = BlockDrafts(
+            head,
+            attention,
+            num_noised=head.config.block_size,
+            mask_token_id=head.config.mask_token_id,
+            most_drafted=MOST_DRAFTED_TOKENS,
+            **sizes,
+            device=device,
+        )
+    elif isinstance(head, CausalDecoder):
+        number = settings.num_drafts
+        model = SmallModelDrafts(head, attention, num_drafts=number, **sizes, device=device)
     else:
-        model = HeadDrafts(head, attention, **sizes, device=device)
+        number = settings.num_drafts
+        model = HeadDrafts(head, attention, num_drafts=number, **sizes, device=device)
     if device.type == "cpu":
         return ModelDrafter(model, settings.num_drafts, num_slots=num_slots)
     return DeviceDrafter(model, settings.num_drafts, num_slots=num_slots)

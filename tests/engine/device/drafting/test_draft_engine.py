@@ -196,19 +196,20 @@ def test_the_engines_own_guesses_find_text_that_repeats(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("fast", "JSON object or one of ngram, mtp, eagle3, draft_model, none"),
+        ("fast", "JSON object or one of ngram, mtp, eagle3, dflash, draft_model, none"),
         ("[3]", "JSON object"),
         (
             '{"method": "medusa"}',
-            "method must be one of ngram, mtp, eagle3, draft_model, none, not 'medusa'",
+            "method must be one of ngram, mtp, eagle3, dflash, draft_model, none, not 'medusa'",
         ),
         ('{"method": "eagle3"}', "method eagle3 needs model, the place of its files"),
         ("eagle3", "JSON object"),
+        ('{"method": "dflash"}', "method dflash needs model, the place of its files"),
         ('{"method": "eagle3", "model": 3}', "model must be the place of a drafter, not 3"),
         ('{"num_speculative_tokens": 0}', "between 1 and 16, not 0"),
         ('{"num_speculative_tokens": true}', "an integer between 1 and 16"),
         ('{"num_speculative_tokens": 99}', "between 1 and 16, not 99"),
-        ('{"model": "x"}', "model is for eagle3, draft_model; ngram has none"),
+        ('{"model": "x"}', "model is for eagle3, dflash, draft_model; ngram has none"),
         ('{"draft_tp": 2}', "'draft_tp' is not known"),
         ('{"prompt_lookup_min": 9}', "prompt_lookup_min (9) is more than prompt_lookup_max (8)"),
     ],

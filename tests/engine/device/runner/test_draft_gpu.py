@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from drafted_runs import engine_of, prompts, run, runner_of
+from tiny_dflash import make_dflash, target_of_few
 from tiny_heads import add_mtp, make_eagle3, quiet_target
 
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
-from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.events import DraftChoice, DraftReason, StepRecord
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -117,6 +118,12 @@ def head_of(method: str, tiny_model_dir: Callable[..., Path], tmp_path: Path) ->
         chosen["model"] = str(target if method == "draft_model" else tmp_path / "head")
     if method == "eagle3":
         make_eagle3(target, tmp_path / "head", layers=(1, 2, 3), known=FEW)
+    elif method.startswith("dflash"):
+        chosen["method"] = "dflash"
+        target = target_of_few(target, tmp_path / "target", FEW)
+        more: dict[str, Any] = {"window": 12} if "windows" in method else {}
+        more |= {"num_noised": 12} if "long" in method else {}
+        make_dflash(target, tmp_path / "head", layers=(0, 1, 2), **more)
     return target, json.dumps(chosen)
 
 
@@ -142,7 +149,13 @@ def note_drafts(engine: SyncEngine) -> Drafts:
     return drafts
 
 
-@pytest.mark.parametrize("method", ["draft_model", "mtp", "mtp of a hybrid", "eagle3"])
+METHODS = [
+    *("draft_model", "mtp", "mtp of a hybrid", "eagle3"),
+    *("dflash", "dflash with windows", "dflash of a long block"),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_models_draft_what_they_do_on_a_cpu(
     method: str, tiny_model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -160,7 +173,9 @@ def test_models_draft_what_they_do_on_a_cpu(
         )
         drafter = runner_of(engine).drafts.drafter
         drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
-        drafter._choose = lambda plan, lengths: max(lengths, default=0)
+        drafter._choose = lambda plan, lengths: DraftChoice(
+            max(lengths, default=0), 3, DraftReason.BEST
+        )
         if mode == "none":
             drafts.append(note_drafts(engine))
         texts.append(run(engine, kinds=[greedy] * len(prompts())))
