@@ -271,7 +271,8 @@ class EngineConfig:
         None,
         "guess several tokens of an answer at once and keep those that the model would have "
         'written: ngram, mtp, none, or JSON as {"method": "ngram", "num_speculative_tokens": 4} or '
-        '{"method": "eagle3", "model": "FOLDER"}; the answer is the same (default: none)',
+        '{"method": "eagle3", "model": "FOLDER"}; the answer is the same '
+        "(default: mtp if the model's files have an MTP layer, else none)",
     )
     run_ahead_ms: float = setting(
         20.0,

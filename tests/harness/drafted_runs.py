@@ -28,7 +28,9 @@ Written = list[tuple[list[int], list[int]]]
 
 
 def engine_of(folder: Path, **options: Any) -> SyncEngine:
+    """Without drafts unless some are asked for."""
     fixed = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "skip_tokenizer_init": True}
+    fixed["speculative_config"] = "none"
     return SyncEngine(EngineConfig(model=str(folder), block_size=16, **(fixed | options)))
 
 

@@ -10,11 +10,13 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from termgen.engine.device.config.config_reader import ConfigReader
+from termgen.engine.device.config.head_config import mtp_head
 from termgen.engine.device.config.model_config import ModelConfig, is_known
 from termgen.engine.device.config.stored_weights import (
     KEYS,
@@ -34,7 +36,7 @@ FLOAT_TYPES = frozenset({"F32", "F16", "BF16", "F64"})
 OF_TRANSFORMERS = "run by the code of transformers, if that can"
 TEMPLATE_KEY = "tokenizer.chat_template"
 MAX_SETTINGS_BYTES = 1 << 24
-FORMAT = 6
+FORMAT = 7
 """Changes with what is kept."""
 _KEPT = UserCache("model-facts", most_entries=1000)
 
@@ -122,7 +124,8 @@ def _read(path: Path, source: Path) -> ModelFacts:
             is_kept = config.moe is None or not config.moe.is_transposed
             part = ConfigReader(_quantized_part(raw))
             in_float8, groups = is_kept and are_float8(part), kept_groups(part)
-            found = _of_config(config, quantization=kind, are_float8=in_float8, is_base=is_base)
+            of_folder = {"quantization": kind, "are_float8": in_float8, "is_base": is_base}
+            found = _of_config(config, has_mtp=_has_mtp(config, source.parent), **of_folder)
             return found if groups is None else _in_groups(found, groups)
         return _of_gguf(path)
     except ModelError as error:
@@ -157,10 +160,12 @@ def _of_gguf(path: Path) -> ModelFacts:
             if name == SIX_BIT_TYPE and len(tensor.shape) == 2:
                 in_six_bits += count
         is_base = TEMPLATE_KEY not in file.metadata
+        has_mtp = any(".nextn." in name for name in file.tensors)
     total = sum(by_type.values()) or 1
     blocks = sum(n for name, n in by_type.items() if name not in FLOAT_TYPES)
     return _of_config(
         config,
+        has_mtp=has_mtp and config.num_mtp_layers == 1,
         quantization=max(by_type, key=lambda name: by_type[name], default=""),
         four_bit_share=sum(by_type.get(name, 0) for name in FOUR_BIT_TYPES) / total,
         six_bit_share=in_six_bits / total,
@@ -169,17 +174,37 @@ def _of_gguf(path: Path) -> ModelFacts:
     )
 
 
-def _of_config(config: ModelConfig, **of_file: Any) -> ModelFacts:
+def _has_mtp(config: ModelConfig, folder: Path) -> bool:
+    """True if a folder's files have the one MTP layer that its model may have."""
+    from termgen.engine.device.loader import open_checkpoint
+
+    if config.num_mtp_layers != 1:
+        return False
+    try:
+        with closing(open_checkpoint(folder, mtp=True)) as files:
+            return bool(files.names())
+    except ModelError:
+        return False  # loading says what is wrong
+
+
+def _of_config(config: ModelConfig, *, has_mtp: bool, **of_file: Any) -> ModelFacts:
+    """has_mtp: the model runs with its MTP layer."""
+    caches, total = config.layer_caches, config.num_parameters
+    idle = _idle(config)
+    if has_mtp:
+        head = mtp_head(config).layers
+        caches = (*caches, *head.layer_caches)
+        total += head.num_parameters - _in_tables(head) + 2 * config.hidden_size**2
+        idle += _idle(head)
     layers = tuple(
         (2 * spec.num_kv_heads, spec.head_dim, 0 if spec.window is None else most_keys(spec.window))
-        for spec in config.layer_caches
+        for spec in caches
         if spec is not None
     )
-    total = config.num_parameters
     return ModelFacts(
         num_parameters=total,
         experts_share=_routed(config) / max(total, 1),
-        active_share=1.0 - _unread(config) / max(total, 1),
+        active_share=1.0 - (_looked_up(config) + idle) / max(total, 1),
         layers_share=1.0 - _in_tables(config) / max(total, 1),
         kv_layers=layers,
         context=config.max_position_embeddings,
@@ -187,15 +212,16 @@ def _of_config(config: ModelConfig, **of_file: Any) -> ModelFacts:
     )
 
 
-def _unread(config: ModelConfig) -> int:
-    """Parameters that a step of one token does not read: rows of tables that are only looked up,
-    and experts that the token does not go to."""
-    head = config.vocab_size * config.hidden_size
-    unread = _in_tables(config) - head
-    if (moe := config.moe) is not None:
-        idle = moe.num_experts - moe.num_experts_per_tok
-        unread += _routed(config) * idle // moe.num_experts
-    return unread
+def _looked_up(config: ModelConfig) -> int:
+    """Parameters of tables that a step reads no more than rows of."""
+    return _in_tables(config) - config.vocab_size * config.hidden_size
+
+
+def _idle(config: ModelConfig) -> int:
+    """Parameters of experts that a token does not go to."""
+    if (moe := config.moe) is None:
+        return 0
+    return _routed(config) * (moe.num_experts - moe.num_experts_per_tok) // moe.num_experts
 
 
 def _routed(config: ModelConfig) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 from gguf_samples import write_model
+from safetensors.torch import load_file
+from tiny_heads import add_mtp, quiet_target
 
 from termgen.commands.shelf import model_facts as facts_module
 from termgen.commands.shelf.model_facts import OF_TRANSFORMERS, ModelFacts, model_facts
@@ -71,6 +74,24 @@ def test_experts_and_windows(tmp_path: Path) -> None:
     assert facts.experts_share == pytest.approx(2 * 8 * expert / total)
     windows = model_facts(put(tmp_path / "windows", MISTRAL))
     assert windows.kv_bytes(500, int) == windows.kv_bytes(128, int) < windows.kv_bytes(128, int) * 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_an_mtp_layer_is_counted(
+    tiny_model_dir: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    kinds = ["full_attention"] * 2
+    made = tiny_model_dir(family, num_hidden_layers=2, layer_types=kinds)
+    without = model_facts(made)
+    folder = quiet_target(made, tmp_path / "with")
+    add_mtp(folder)
+    found = model_facts(folder)
+    assert found.kv_layers == (*without.kv_layers, without.kv_layers[-1])
+    weights = load_file(folder / "model.safetensors")
+    of_layer = sum(w.numel() for name, w in weights.items() if name.startswith("mtp."))
+    assert found.num_parameters - without.num_parameters == pytest.approx(of_layer, rel=0.01)
+    read = [facts.active_share * facts.num_parameters for facts in (without, found)]
+    assert read[0] < read[1] <= read[0] + of_layer
 
 
 def test_what_a_gguf_file_holds(tiny_llama_dir: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ and the memory that is left becomes the KV cache.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -26,6 +27,7 @@ from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.kernels.gemm.tuned_tables import TunedTables
 from termgen.engine.device.kernels.kv_cache import FP8
 from termgen.engine.device.kernels.recurrent.layout import GatedDeltaShape
+from termgen.engine.device.layers.linear import Build
 from termgen.engine.device.layers.ops import LayerOps, TorchOps
 from termgen.engine.device.loader import as_stored, load_model_config, open_checkpoint
 from termgen.engine.device.loader.safetensors_file import FolderCheckpoint
@@ -54,7 +56,9 @@ from termgen.engine.device.runner.dispatch import (
 )
 from termgen.engine.device.runner.make_attention import make_attention
 from termgen.engine.device.runner.make_drafter import (
+    DefaultDraftsError,
     LoadedHead,
+    WantedDrafts,
     load_head,
     make_drafter,
     read_drafts,
@@ -94,8 +98,27 @@ def build_runner(
 ) -> tuple[ModelRunner, DeviceInfo]:
     """Load the model at `path` and size everything around it. Raises ConfigError or ModelError.
 
-    The memory of steps and graphs is measured before the KV cache gets the rest.
+    The memory of steps and graphs is measured before the KV cache gets the rest. A model runs
+    without its MTP layer if that was not asked for and cannot be loaded.
     """
+    try:
+        return _build_runner(config, path, on_progress, meter_for)
+    except DefaultDraftsError as error:
+        why = str(error)
+    logger.warning("%s; no tokens are guessed", why)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    without = replace(config, speculative_config="none")
+    return _build_runner(without, path, on_progress, meter_for)
+
+
+def _build_runner(
+    config: EngineConfig,
+    path: Path,
+    on_progress: Progress,
+    meter_for: Callable[[torch.device], MemoryMeter],
+) -> tuple[ModelRunner, DeviceInfo]:
     on_progress(READING_CONFIG, 0.0)
     device = resolve.resolve_device(config.device)
     if device.type == "cpu":
@@ -112,7 +135,8 @@ def build_runner(
     cpu_experts = choose_cpu_experts(
         config, model_config, limits, device, path, quantization, memory
     )
-    drafts = read_drafts(config, path, model_config, device)
+    is_shared = cpu_experts is not None
+    drafts = read_drafts(config, path, model_config, device, is_shared=is_shared)
     head_config = None if drafts is None else drafts.head
     with memory.making("workspace"):
         attention, shape, passed_over = make_attention(
@@ -139,21 +163,16 @@ def build_runner(
             *(config, path, model_config, attention, shape, progress, quantization),
             *(tuned, recurrent, cpu_experts, memory),
         )
-        head: LoadedHead | CausalDecoder | None = None
-        if head_config is not None and head_config.method == "draft_model":
-            head = load_draft_model(config, head_config, attention, shape, model_config.num_layers)
-        elif head_config is not None:
-            assert isinstance(model, CausalDecoder)
-            build = make_build(
-                model_config,
-                dtype=dtype,
-                device=device,
-                quantization=quantization,
-                ops=_make_ops(shape),
-                tuned=tuned,
-                keeps_floats=resolve.keeps_floats(config),
-            )
-            head = load_head(config, path, head_config, model, build, attention)
+        make_part = partial(
+            make_build,
+            model_config,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            tuned=tuned,
+            keeps_floats=resolve.keeps_floats(config),
+        )
+        head = _load_drafter(config, path, drafts, model, attention, shape, make_part)
     memory.weights, memory.reads = weight_bytes(model), weight_reads(model, device)
     drafter = None
     if drafts is not None:
@@ -225,6 +244,25 @@ def build_runner(
     runner.be_ready()
     on_progress(READY, 1.0)
     return runner, info
+
+
+def _load_drafter(
+    config: EngineConfig,
+    path: Path,
+    drafts: WantedDrafts | None,
+    model: CausalDecoder | TransformersDecoder,
+    attention: GroupedAttention,
+    shape: AttentionShape,
+    make_part: Callable[..., Build],
+) -> LoadedHead | CausalDecoder | None:
+    """The model that drafts; None without one. make_part: a target's part, from its `ops`."""
+    if drafts is None or drafts.head is None:
+        return None
+    assert isinstance(model, CausalDecoder)
+    if drafts.head.method == "draft_model":
+        num_before = model.config.num_layers
+        return load_draft_model(config, drafts.head, attention, shape, num_before)
+    return load_head(config, path, drafts, model, make_part(ops=_make_ops(shape)), attention)
 
 
 def _make_runner(

@@ -6,6 +6,8 @@ in the target's KV cache.
 
 from __future__ import annotations
 
+import logging
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from termgen.engine.device.drafting.prompt_lookup import PromptLookup
 from termgen.engine.device.drafting.small_model import SmallModelDrafts
 from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.layers.linear import Build
+from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.checkpoint import load_model_config, parsed, read_config
 from termgen.engine.device.loader.head_weights import load_dflash, load_eagle3, load_mtp
 from termgen.engine.device.loader.weights import load_dummy
@@ -43,6 +46,8 @@ from termgen.vocabulary.device.speculation import (
     parse_speculative_config,
 )
 
+logger = logging.getLogger(__name__)
+
 LoadedHead = MtpHead | Eagle3Head | DFlashHead
 
 
@@ -53,15 +58,21 @@ class WantedDrafts:
     settings: SpeculativeConfig
     head: HeadConfig | None
     """For a method whose drafts come from a model."""
+    is_default: bool = False
+    """True if none were asked for, and the model's files have what drafts."""
+
+
+class DefaultDraftsError(ModelError):
+    """A drafter that was not asked for cannot be loaded."""
 
 
 def read_drafts(
-    config: EngineConfig, path: Path, model: ModelConfig, device: torch.device
+    config: EngineConfig, path: Path, model: ModelConfig, device: torch.device, *, is_shared: bool
 ) -> WantedDrafts | None:
-    """None without drafts. Raises ConfigError or ModelError where those asked for cannot be
-    made."""
+    """None without drafts. is_shared: the CPU has a part of the model. Raises ConfigError or
+    ModelError where those asked for cannot be made."""
     if config.speculative_config is None:
-        return None
+        return None if is_shared else _default_drafts(config, path, model, device)
     settings = parse_speculative_config(config.speculative_config)
     if not settings.num_drafts:
         return None
@@ -79,6 +90,29 @@ def read_drafts(
     if head is not None and head.block_size > 1:
         settings = _within_block(settings, head.block_size)
     return WantedDrafts(settings, head)
+
+
+def _default_drafts(
+    config: EngineConfig, path: Path, model: ModelConfig, device: torch.device
+) -> WantedDrafts | None:
+    """Those of an MTP layer in the model's files, where whole steps are recorded or none are."""
+    if model.num_mtp_layers != 1 or model.transformers is not None or config.load_format == "dummy":
+        return None
+    if device.type != "cpu" and (
+        why_unusable(device)
+        or config.enforce_eager
+        or config.cudagraph_mode in ("none", "piecewise")
+    ):
+        return None
+    try:
+        with closing(open_checkpoint(path, mtp=True)) as files:
+            if not files.names():
+                return None
+    except ModelError as error:
+        logger.warning("%s: method mtp: %s; no tokens are guessed", FIELD, error)
+        return None
+    logger.info("tokens are guessed by the model's own MTP layer (none: --speculative-config none)")
+    return WantedDrafts(SpeculativeConfig(method="mtp"), mtp_head(model), is_default=True)
 
 
 def _within_block(settings: SpeculativeConfig, block_size: int) -> SpeculativeConfig:
@@ -110,12 +144,15 @@ def _read_head(settings: SpeculativeConfig, model: ModelConfig) -> HeadConfig | 
 def load_head(
     config: EngineConfig,
     path: Path,
-    head: HeadConfig,
+    drafts: WantedDrafts,
     target: CausalDecoder,
     build: Build,
     attention: GroupedAttention,
 ) -> LoadedHead:
-    """The head of a loaded target. attention: of the layers of both. Raises ModelError."""
+    """The head of a loaded target. attention: of the layers of both. Raises ModelError, one of
+    `DefaultDraftsError` where it was not asked for."""
+    head = drafts.head
+    assert head is not None
     own = attention.behind(target.config.num_layers)
     made: LoadedHead
     try:
@@ -136,7 +173,8 @@ def load_head(
             else:
                 load_mtp(path, made)
     except ModelError as error:
-        raise type(error)(f"{FIELD}: method {head.method}: {error}") from error
+        kind = DefaultDraftsError if drafts.is_default else type(error)
+        raise kind(f"{FIELD}: method {head.method}: {error}") from error
     made.finalize()
     return made
 

@@ -31,6 +31,7 @@ from termgen.errors import ModelError
 FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 NUM_DRAFTS, NUM_LAYERS = 3, 2
 MTP = {"speculative_config": f'{{"method": "mtp", "num_speculative_tokens": {NUM_DRAFTS}}}'}
+UNASKED: dict[str, Any] = {"speculative_config": None}
 OPTIONS: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 24},
     "async": {"async_scheduling": True},
@@ -225,6 +226,14 @@ def _narrow(tensors: dict[str, torch.Tensor]) -> None:
     tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"][:, 1:].contiguous()
 
 
+CHANGES = {
+    _drop(""): [],
+    _drop("fc.weight"): ["lacks tensor mtp.fc.weight"],
+    _narrow: ["mtp.fc.weight has shape [64, 127]"],
+}
+"""What is wrong with a layer, and what a model that runs without it warns of."""
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -246,6 +255,35 @@ def test_a_layer_that_is_not_whole_is_named(
     text = str(refused.value)
     assert words in text and text.startswith("speculative_config: method mtp: ")
     assert "\n" not in text
+
+
+def test_without_being_asked_a_models_own_layer_drafts(
+    target: Callable[[str], tuple[Path, list[list[int]]]], engines: Engines
+) -> None:
+    folder, expected = target(FAMILIES[0])
+    engine = engines(folder, **UNASKED)
+    drafts = note_drafts(engine)
+    assert run(engine) == expected
+    assert len(drafts) > 20
+    for options in ({"load_format": "dummy"}, {"speculative_config": "none"}):
+        assert runner_of(engines(folder, **UNASKED | options)).drafts is None
+
+
+@pytest.mark.parametrize("change", [*CHANGES])
+def test_a_layer_that_was_not_asked_for_and_cannot_be_loaded_is_left_out(
+    target: Callable[[str], tuple[Path, list[list[int]]]],
+    engines: Engines,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[dict[str, torch.Tensor]], None],
+) -> None:
+    whole, expected = target(FAMILIES[0])
+    engine = engines(broken(whole, tmp_path / "broken", change), **UNASKED)
+    assert runner_of(engine).drafts is None
+    assert run(engine) == expected
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == len(CHANGES[change])
+    assert all(words in line for words, line in zip(CHANGES[change], warned, strict=True))
 
 
 def test_a_model_of_a_family_without_such_layers_is_refused(tiny_llama_dir: Path) -> None:

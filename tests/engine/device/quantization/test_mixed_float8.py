@@ -28,9 +28,10 @@ from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.loader import kept_form, load_model_config, open_checkpoint
 from termgen.engine.device.models import qwen3_5, registry
 from termgen.engine.device.quantization.stored_matrices import ScaledNumbers
-from termgen.engine.device.runner.make_drafter import load_head
+from termgen.engine.device.runner.make_drafter import WantedDrafts, load_head
 from termgen.engine.device.runner.resolve import keeps_floats
 from termgen.errors import CorruptFileError
+from termgen.vocabulary.device.speculation import SpeculativeConfig
 
 require_triton()
 
@@ -183,7 +184,8 @@ def test_a_head_that_drafts_keeps_its_floats(
         config, dtype=torch.float32, device=torch.device("cpu"), ops=TorchOps(), **options
     )
     settings = EngineConfig(model=str(folder))
-    head = load_head(settings, folder, mtp_head(config), target, of_head, attention)
+    drafts = WantedDrafts(SpeculativeConfig(method="mtp"), mtp_head(config))
+    head = load_head(settings, folder, drafts, target, of_head, attention)
     parts = methods(head)
     assert len(parts) == 5 and all(
         len(own) == 1 and issubclass(own[0], FloatLinear) for own in parts.values()

@@ -88,7 +88,7 @@ def test_the_text_is_the_same(mode: str, family: str, tiny_model_dir: Callable[.
     seed = 7
     print("seed", seed)
     folder = tiny_model_dir(family)
-    plain = make_engine(folder, mode, None, 60)
+    plain = make_engine(folder, mode, "none", 60)
     expected, _ = generate(plain, seed)
     plain.shutdown()
     wanted = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}'
