@@ -153,7 +153,7 @@ def build_runner(
                 tuned=tuned,
                 keeps_floats=resolve.keeps_floats(config),
             )
-            head = load_head(config, path, head_config, model, build, attention)
+            head = load_head(config, path, head_config, model, build, attention, shape)
     memory.weights, memory.reads = weight_bytes(model), weight_reads(model, device)
     drafter = None
     if drafts is not None:
