@@ -192,7 +192,6 @@ def make_drafter(
     if isinstance(head, DFlashHead):
         model = BlockDrafts(
             head,
-            attention,
             num_noised=head.config.block_size,
             mask_token_id=head.config.mask_token_id,
             most_drafted=MOST_DRAFTED_TOKENS,
