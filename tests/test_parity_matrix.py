@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_executor import make_core
+from tiny_assistant import make_assistant
 from tiny_dflash import make_dflash, target_of_few
 from tiny_heads import add_mtp, quiet_target
 
@@ -170,6 +171,7 @@ class Bench:
             num_drafts=num_drafts,
             states=self.make_states(),
             num_ahead=num_ahead,
+            windows=self.parts.info.windows,
         )
         processor = OutputProcessor(self.parts.tokenizer, self.parts.info.eos_token_ids)
         answers = {name: Answer() for name in names}
@@ -367,25 +369,29 @@ def test_every_request_says_the_same_with_drafts(
     assert stats.num_accepted_tokens > 20
 
 
-@pytest.fixture(scope="module", params=["mtp", "dflash"])
+@pytest.fixture(scope="module", params=["mtp", "dflash", "assistant"])
 def head_bench(
     request: pytest.FixtureRequest,
     tiny_model_dir: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Bench]:
     """A model with a head that drafts, all of whose drafts are computed."""
-    place = tmp_path_factory.mktemp("matrix")
+    place, few = tmp_path_factory.mktemp("matrix"), (7, 300)
     if request.param == "mtp":
         kinds = ["full_attention"] * 2
         made = tiny_model_dir("qwen3_5_text", num_hidden_layers=2, layer_types=kinds)
         folder = quiet_target(made, place / "target")
         add_mtp(folder)
         bench = Bench(folder, most_tokens=24, method="mtp", device="cpu")
-    else:
-        few = range(20, 23)
+    elif request.param == "dflash":
         folder = target_of_few(tiny_model_dir("llama"), place / "target", few)
-        head = make_dflash(folder, place / "head", layers=(0,))
+        head = make_dflash(folder, place / "head", layers=(0,), window=12)
         bench = Bench(folder, most_tokens=24, method="dflash", head=head, device="cpu")
+    else:
+        made = tiny_model_dir("gemma4_text", final_logit_softcapping=None)
+        folder = target_of_few(made, place / "target", few)
+        head = make_assistant(folder, place / "head", few=few)
+        bench = Bench(folder, most_tokens=24, method="assistant", head=head, device="cpu")
     runner = bench.parts.core.executor._runner  # type: ignore[attr-defined]
     runner.drafts.drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
     yield bench

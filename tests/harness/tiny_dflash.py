@@ -33,11 +33,19 @@ def target_of_few(made: Path, folder: Path, few: Sequence[int]) -> Path:
     for file in made.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / WEIGHTS)
-    factors = torch.full((len(tensors["lm_head.weight"]), 1), QUIET)
-    factors[list(few)] = LOUD
-    tensors["lm_head.weight"] *= factors
+    name = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+    speak_of_few(tensors[name], few, LOUD)
     save_file(tensors, folder / WEIGHTS)
     return folder
+
+
+def speak_of_few(head: torch.Tensor, few: Sequence[int], factor: float = 1.0) -> None:
+    """Have one of two tokens be the likeliest behind any state. factor: of their rows."""
+    one, other = few
+    factors = torch.full((len(head), 1), QUIET)
+    factors[list(few)] = factor
+    head *= factors
+    head[other] = -head[one]
 
 
 def make_dflash(

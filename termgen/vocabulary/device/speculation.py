@@ -8,10 +8,17 @@ from typing import Any
 
 from termgen.errors import ConfigError
 
-METHODS = ("ngram", "mtp", "eagle3", "dflash", "draft_model", "none")
-WITH_MODEL = ("eagle3", "dflash", "draft_model")
+METHODS = ("ngram", "mtp", "eagle3", "dflash", "assistant", "draft_model", "none")
+WITH_MODEL = ("eagle3", "dflash", "assistant", "draft_model")
 """Methods whose drafts come from files of their own."""
-DEFAULT_DRAFTS = {"ngram": 8, "mtp": 3, "eagle3": 4, "dflash": 7, "draft_model": 4}
+DEFAULT_DRAFTS = {
+    "ngram": 8,
+    "mtp": 3,
+    "eagle3": 4,
+    "dflash": 7,
+    "assistant": 3,
+    "draft_model": 4,
+}
 MAX_DRAFTS = 16
 MAX_LOOKUP = 32
 FIELD = "speculative_config"

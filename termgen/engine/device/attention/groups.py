@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ class GroupedAttention:
     @property
     def max_queries(self) -> int:
         """Most tokens of each row in a step that says their positions; see `AttentionBackend`."""
-        return min(backend.max_queries for backend in self._backends)
+        return min(backend.max_queries for backend, _ in self._prepared.values())
 
     def group_of(self, layer: int) -> int:
         """The group of a layer with a cache of its own."""
@@ -98,6 +98,12 @@ class GroupedAttention:
         shifted = copy(self)
         shifted._places = {layer - num_layers: place for layer, place in self._places.items()}
         return shifted
+
+    def only(self, layers: Iterable[int]) -> GroupedAttention:
+        """The same for passes over some of the layers: the backends of others are not prepared."""
+        some, backends = copy(self), {id(self.backend_of(layer)) for layer in layers}
+        some._prepared = {key: both for key, both in self._prepared.items() if key in backends}
+        return some
 
     def backend_of(self, layer: int) -> AttentionBackend:
         return self._backends[self.group_of(layer)]

@@ -49,6 +49,10 @@ class HeadConfig:
     """Tokens of a pass whose drafts come all at once: the newest one, and noise behind it."""
     mask_token_id: int = 0
     """The token whose embedding is the noise."""
+    num_centroids: int = 0
+    """Clusters of tokens that it looks for the likeliest in; 0: it looks at all tokens."""
+    num_active_centroids: int = 0
+    """Clusters whose tokens it looks at."""
 
 
 def mtp_head(target: ModelConfig) -> HeadConfig:

@@ -31,17 +31,17 @@ class BlockHead(Protocol):
     kept_layers: tuple[int, ...]
     """See `DraftModel`."""
 
-    def begin(self, kept: list[torch.Tensor]) -> torch.Tensor:
-        """[T, hidden] what its layers take for the target's tokens."""
+    attention: GroupedAttention
+    """That prepares no more than its layers need."""
 
-    def store(self, context: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> None:
-        """Write the keys and values of these tokens."""
+    def store(self, kept: list[torch.Tensor], positions: torch.Tensor, ctx: ForwardContext) -> None:
+        """Write keys and values of the target's tokens."""
 
     def __call__(
         self,
-        context: torch.Tensor,  # [T, hidden]
+        kept: list[torch.Tensor],  # each [T, hidden]
         input_ids: torch.Tensor,  # [M]: the tokens of blocks
-        positions: torch.Tensor,  # [T + M] int64, those of the context first
+        positions: torch.Tensor,  # [T + M] int64, those of the target's tokens first
         ctx: ForwardContext,
     ) -> torch.Tensor:
         """[N, hidden] states of the blocks' tokens that `ctx.wanted` names. ctx: its rows are of
@@ -59,7 +59,6 @@ class BlockDrafts(DraftPasses):
     def __init__(
         self,
         head: BlockHead,
-        attention: GroupedAttention,
         *,
         num_noised: int,
         mask_token_id: int,
@@ -69,13 +68,13 @@ class BlockDrafts(DraftPasses):
         block_size: int,
         device: torch.device,
     ) -> None:
-        """attention: of the target's layers and the head's. num_noised: tokens of the head's
-        blocks, the first of which is none of noise. most_drafted: tokens of the largest step with
-        drafts; no more are made for the rows of a step than fit in one."""
-        queries = range(min(num_noised, attention.max_queries), 0, -1)
+        """num_noised: tokens of the head's blocks, the first of which is none of noise.
+        most_drafted: tokens of the largest step with drafts; no more are made for the rows of a
+        step than fit in one."""
+        queries = range(min(num_noised, head.attention.max_queries), 0, -1)
         self._queries = next(count for count in queries if num_noised % count == 0)
         super().__init__(
-            attention,
+            head.attention,
             max_rows=max_rows * num_noised // self._queries,
             max_tokens=max_tokens,
             block_size=block_size,
@@ -104,9 +103,9 @@ class BlockDrafts(DraftPasses):
         of_context = torch.stack([group.slot_mapping for group in batch.metadata]) * stays
         if num_drafts <= 0:
             metadata = by_group(batch.metadata[0], rows.block_tables[:, slots], of_context)
-            context = self.head.begin(list(states.kept))
-            self.head.store(context, batch.positions, ForwardContext(metadata, kv_caches))
-            rows.num_drafts[slots] = 0
+            ctx = ForwardContext(metadata, kv_caches)
+            self.head.store(list(states.kept), batch.positions, ctx)
+            self.count(slots, 0, draws, rows)
             return
         begins = rows.num_computed[slots]
         at = begins[:, None] + self._places  # [B, num_noised]
@@ -117,8 +116,8 @@ class BlockDrafts(DraftPasses):
         ids = torch.where(self._places == 0, newest[:, None], self._noise).flatten()
         first = self._tokens[: len(slots)] * self._num_noised
         wanted = (first[:, None] + self._places[1 : 1 + num_drafts]).flatten()
-        context = self.head.begin(list(states.kept))
-        made = self.head(context, ids, positions, ForwardContext(metadata, kv_caches, wanted))
+        ctx = ForwardContext(metadata, kv_caches, wanted)
+        made = self.head(list(states.kept), ids, positions, ctx)
         self.write_all(slots, self.head.guess(made).view(len(slots), -1), draws, rows)
         self.count(slots, num_drafts, draws, rows)
 

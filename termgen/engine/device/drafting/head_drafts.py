@@ -84,15 +84,11 @@ class HeadDrafts(DraftPasses):
         """See `DraftModel`."""
         slots, positions, first = batch.slots, batch.positions, batch.metadata[0]
         longest = rows.token_ids.shape[1]
-        starts = first.query_start_loc.long()
         following = (positions + 1).clamp_(max=longest - 1)
         ids = rows.token_ids[self.slot_of_tokens(batch), following]
 
         computed, draws = rows.num_computed[slots], self.draws(batch, rows)
-        begin = starts[:-1].clamp(max=len(positions) - 1)
-        # The last of the tokens that stayed, by row.
-        last = begin + (computed - 1 - positions[begin]).clamp_(min=0)
-        last = torch.minimum(last, (starts[1:] - 1).clamp_(min=0))
+        last = self.last_kept(batch, rows)
 
         taken = self.head.begin(states.normed, list(states.kept))
         ctx = ForwardContext(batch.metadata, kv_caches, last)

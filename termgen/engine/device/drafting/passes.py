@@ -42,6 +42,14 @@ class DraftPasses:
         has_drawn = rows.num_computed[slots] == rows.total_len[slots] - 1
         return has_drawn & ~rows.finished[slots] & (batch.num_tokens > 0)
 
+    def last_kept(self, batch: DraftedBatch, rows: DraftedRows) -> torch.Tensor:
+        """[B] int64 the last of a step's tokens that stayed, by row."""
+        starts = batch.metadata[0].query_start_loc.long()
+        begin = starts[:-1].clamp(max=len(batch.positions) - 1)
+        computed = rows.num_computed[batch.slots]
+        last = begin + (computed - 1 - batch.positions[begin]).clamp_(min=0)
+        return torch.minimum(last, (starts[1:] - 1).clamp_(min=0))
+
     def write(
         self,
         slots: torch.Tensor,  # [B] int64

@@ -262,7 +262,8 @@ def _load_drafter(
     if drafts.head.method == "draft_model":
         num_before = model.config.num_layers
         return load_draft_model(config, drafts.head, attention, shape, num_before)
-    return load_head(config, path, drafts, model, make_part(ops=_make_ops(shape)), attention)
+    build = make_part(ops=_make_ops(shape))
+    return load_head(config, path, drafts, model, build, attention, shape)
 
 
 def _make_runner(

@@ -12,6 +12,7 @@ from termgen.engine.device.attention.base import (
     SINKS,
     SOFTCAP,
     UNEQUAL_LAYERS,
+    AttentionBackend,
     AttentionShape,
 )
 from termgen.engine.device.attention.groups import GroupedAttention
@@ -88,6 +89,34 @@ def attention_shapes(
         )
         for (num_kv_heads, head_dim), of_these in windows.items()
     ]
+
+
+def reading_attention(
+    attention: GroupedAttention, shape: AttentionShape, reader: ModelConfig
+) -> GroupedAttention:
+    """Attention over the groups of a target's layers for layers that read what those store, with
+    heads of their own. shape: as `make_attention` gives it. reader: see `assistant_config`."""
+    windows: dict[tuple[int, int], dict[Window | None, None]] = {}
+    for layer, window in enumerate(reader.layer_windows):
+        windows.setdefault(reader.kv_heads(layer), {})[window] = None
+    shapes: list[AttentionShape] = []
+    backends: list[AttentionBackend] = []
+    for group in attention.groups:
+        heads = group.spec.heads
+        if heads not in (made.kv_heads for made in shapes):
+            # One of the same class, so that it reads caches of the same memory order.
+            of_same = attention.backend_of(group.layers[0])
+            own = replace(
+                shape,
+                num_heads=reader.num_heads if heads in windows else heads[0],
+                num_kv_heads=heads[0],
+                head_dim=heads[1],
+                windows=tuple(windows.get(heads, (None,))),
+                max_queries=1,
+            )
+            shapes.append(own)
+            backends.append(type(of_same)(own))
+    return GroupedAttention.of_shapes(backends, shapes, attention.groups)
 
 
 def attention_needs(config: ModelConfig, *others: ModelConfig) -> frozenset[str]:

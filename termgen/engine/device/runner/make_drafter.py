@@ -14,10 +14,13 @@ from pathlib import Path
 import torch
 
 from termgen.config import EngineConfig
+from termgen.engine.device.attention.base import AttentionShape
 from termgen.engine.device.attention.groups import GroupedAttention
+from termgen.engine.device.config.assistant_config import assistant_head
 from termgen.engine.device.config.dflash_config import dflash_head
 from termgen.engine.device.config.head_config import HeadConfig, draft_model, eagle3_head, mtp_head
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.engine.device.drafting.assistant_drafts import AssistantDrafts
 from termgen.engine.device.drafting.base import Drafter, DraftModel
 from termgen.engine.device.drafting.block_drafts import BlockDrafts
 from termgen.engine.device.drafting.head_drafts import HeadDrafts
@@ -30,14 +33,21 @@ from termgen.engine.device.kernels import why_unusable
 from termgen.engine.device.layers.linear import Build
 from termgen.engine.device.loader import open_checkpoint
 from termgen.engine.device.loader.checkpoint import load_model_config, parsed, read_config
-from termgen.engine.device.loader.head_weights import load_dflash, load_eagle3, load_mtp
+from termgen.engine.device.loader.head_weights import (
+    load_assistant,
+    load_dflash,
+    load_eagle3,
+    load_mtp,
+)
 from termgen.engine.device.loader.weights import load_dummy
 from termgen.engine.device.models.decoder import CausalDecoder
+from termgen.engine.device.models.heads.assistant import AssistantHead
 from termgen.engine.device.models.heads.dflash import DFlashHead
 from termgen.engine.device.models.heads.eagle3 import Eagle3Head
 from termgen.engine.device.models.heads.mtp import MtpHead
 from termgen.engine.device.runner import resolve
 from termgen.engine.device.runner.dispatch import MOST_DRAFTED_TOKENS
+from termgen.engine.device.runner.make_attention import reading_attention
 from termgen.errors import ConfigError, ModelError
 from termgen.library.catalog import resolve_model
 from termgen.vocabulary.device.speculation import (
@@ -48,7 +58,8 @@ from termgen.vocabulary.device.speculation import (
 
 logger = logging.getLogger(__name__)
 
-LoadedHead = MtpHead | Eagle3Head | DFlashHead
+LoadedHead = MtpHead | Eagle3Head | DFlashHead | AssistantHead
+_READERS = {"eagle3": eagle3_head, "dflash": dflash_head, "assistant": assistant_head}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +148,7 @@ def _read_head(settings: SpeculativeConfig, model: ModelConfig) -> HeadConfig | 
     if settings.method == "draft_model":
         return draft_model(load_model_config(place), model, place)
     source = place / "config.json"
-    read_head = dflash_head if settings.method == "dflash" else eagle3_head
+    read_head = _READERS[settings.method]
     return parsed(source, lambda: read_head(read_config(source), model, place))
 
 
@@ -148,9 +159,10 @@ def load_head(
     target: CausalDecoder,
     build: Build,
     attention: GroupedAttention,
+    shape: AttentionShape,
 ) -> LoadedHead:
-    """The head of a loaded target. attention: of the layers of both. Raises ModelError, one of
-    `DefaultDraftsError` where it was not asked for."""
+    """The head of a loaded target. attention: of the layers of both. shape: as `make_attention`
+    gives it. Raises ModelError, one of `DefaultDraftsError` where it was not asked for."""
     head = drafts.head
     assert head is not None
     own = attention.behind(target.config.num_layers)
@@ -166,6 +178,11 @@ def load_head(
         elif head.method == "dflash":
             made = DFlashHead(head, target, build, own)
             load_dflash(made)
+        elif head.method == "assistant":
+            made = AssistantHead(
+                *(head, target, build), reading_attention(attention, shape, head.layers)
+            )
+            load_assistant(made)
         else:
             made = MtpHead(head, target, build, own)
             if config.load_format == "dummy":
@@ -212,13 +229,14 @@ def make_drafter(
     if isinstance(head, DFlashHead):
         model = BlockDrafts(
             head,
-            attention,
             num_noised=head.config.block_size,
             mask_token_id=head.config.mask_token_id,
             most_drafted=MOST_DRAFTED_TOKENS,
             **sizes,
             device=device,
         )
+    elif isinstance(head, AssistantHead):
+        model = AssistantDrafts(head, **sizes, device=device)
     elif isinstance(head, CausalDecoder):
         number = settings.num_drafts
         model = SmallModelDrafts(head, attention, num_drafts=number, **sizes, device=device)

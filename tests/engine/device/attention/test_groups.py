@@ -68,3 +68,16 @@ def test_groups_share_the_plans_of_their_heads_or_have_their_own() -> None:
     assert len({id(shared.backend_of(layer)) for layer in of_layers}) == 2
     with pytest.raises(KeyError):
         own.group_of(3)
+
+
+def test_a_pass_over_some_layers_prepares_no_other_backend() -> None:
+    attention = grouped(TorchReferenceAttention)
+    case = AttentionCase([(0, 1)], head_dim=64, block_size=BLOCK_SIZE)
+    metadata = tuple(replace(case.metadata) for _ in attention.groups)
+    some = attention.only([6])
+    some.prepare(metadata)
+    prepared = [attention.backend_of(layer)._prepared for layer in (2, 0, 6)]  # type: ignore[attr-defined]
+    assert prepared == [None, None, metadata[2]]
+    attention.backend_of(6).max_queries = 4
+    assert (some.max_queries, attention.max_queries) == (4, 1)
+    assert some.groups is attention.groups

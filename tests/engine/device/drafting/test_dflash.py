@@ -127,10 +127,11 @@ def test_blocks_are_cut_into_rows_of_several_queries(
     engine = engine_of(folder, **settings(head, NUM_DRAFTS), max_model_len=LONGEST)
     drafter, attention = runner_of(engine).drafts.drafter, QueriesAtPositions()
     own = drafter.model.head
+    own.attention = attention
     for layer in own.layers:
         layer.place = replace(layer.place, attention=attention)
     drafter.model = BlockDrafts(
-        *(own, attention),  # type: ignore[arg-type]
+        own,
         num_noised=6,
         mask_token_id=7,
         most_drafted=512,

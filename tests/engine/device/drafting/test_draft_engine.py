@@ -30,6 +30,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 5, "stop_token_ids": tuple(range(0, 512, 37))},
 )
 
+NAMES = "ngram, mtp, eagle3, dflash, assistant, draft_model, none"
 Outputs = list[tuple[list[int], list[float]]]
 Engines = Callable[..., SyncEngine]
 
@@ -196,11 +197,11 @@ def test_the_engines_own_guesses_find_text_that_repeats(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("fast", "JSON object or one of ngram, mtp, eagle3, dflash, draft_model, none"),
+        ("fast", f"JSON object or one of {NAMES}"),
         ("[3]", "JSON object"),
         (
             '{"method": "medusa"}',
-            "method must be one of ngram, mtp, eagle3, dflash, draft_model, none, not 'medusa'",
+            f"method must be one of {NAMES}, not 'medusa'",
         ),
         ('{"method": "eagle3"}', "method eagle3 needs model, the place of its files"),
         ("eagle3", "JSON object"),
@@ -209,7 +210,7 @@ def test_the_engines_own_guesses_find_text_that_repeats(
         ('{"num_speculative_tokens": 0}', "between 1 and 16, not 0"),
         ('{"num_speculative_tokens": true}', "an integer between 1 and 16"),
         ('{"num_speculative_tokens": 99}', "between 1 and 16, not 99"),
-        ('{"model": "x"}', "model is for eagle3, dflash, draft_model; ngram has none"),
+        ('{"model": "x"}', "model is for eagle3, dflash, assistant, draft_model; ngram has none"),
         ('{"draft_tp": 2}', "'draft_tp' is not known"),
         ('{"prompt_lookup_min": 9}', "prompt_lookup_min (9) is more than prompt_lookup_max (8)"),
     ],

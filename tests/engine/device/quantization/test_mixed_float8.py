@@ -28,8 +28,9 @@ from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.loader import kept_form, load_model_config, open_checkpoint
 from termgen.engine.device.models import qwen3_5, registry
 from termgen.engine.device.quantization.stored_matrices import ScaledNumbers
+from termgen.engine.device.runner.make_attention import attention_shapes
 from termgen.engine.device.runner.make_drafter import WantedDrafts, load_head
-from termgen.engine.device.runner.resolve import keeps_floats
+from termgen.engine.device.runner.resolve import keeps_floats, resolve_limits
 from termgen.errors import CorruptFileError
 from termgen.vocabulary.device.speculation import SpeculativeConfig
 
@@ -185,7 +186,9 @@ def test_a_head_that_drafts_keeps_its_floats(
     )
     settings = EngineConfig(model=str(folder))
     drafts = WantedDrafts(SpeculativeConfig(method="mtp"), mtp_head(config))
-    head = load_head(settings, folder, drafts, target, of_head, attention)
+    limits = resolve_limits(settings, config, torch.device("cpu"))
+    (shape,) = attention_shapes(settings, config, limits, torch.float32, torch.device("cpu"))
+    head = load_head(settings, folder, drafts, target, of_head, attention, shape)
     parts = methods(head)
     assert len(parts) == 5 and all(
         len(own) == 1 and issubclass(own[0], FloatLinear) for own in parts.values()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drafted_runs import engine_of, prompts, run, runner_of
+from tiny_assistant import make_assistant
 from tiny_dflash import make_dflash, target_of_few
 from tiny_heads import add_mtp, make_eagle3, quiet_target
 
@@ -118,9 +119,14 @@ def head_of(method: str, tiny_model_dir: Callable[..., Path], tmp_path: Path) ->
         chosen["model"] = str(target if method == "draft_model" else tmp_path / "head")
     if method == "eagle3":
         make_eagle3(target, tmp_path / "head", layers=(1, 2, 3), known=FEW)
+    elif method.startswith("assistant"):
+        chosen["method"] = "assistant"
+        target = tiny_model_dir("gemma4_text")
+        number = 4 if "clusters" in method else 0
+        make_assistant(target, tmp_path / "head", few=FEW[:2], num_centroids=number)
     elif method.startswith("dflash"):
         chosen["method"] = "dflash"
-        target = target_of_few(target, tmp_path / "target", FEW)
+        target = target_of_few(target, tmp_path / "target", FEW[:2])
         more: dict[str, Any] = {"window": 12} if "windows" in method else {}
         more |= {"num_noised": 12} if "long" in method else {}
         make_dflash(target, tmp_path / "head", layers=(0, 1, 2), **more)
@@ -152,6 +158,7 @@ def note_drafts(engine: SyncEngine) -> Drafts:
 METHODS = [
     *("draft_model", "mtp", "mtp of a hybrid", "eagle3"),
     *("dflash", "dflash with windows", "dflash of a long block"),
+    *("assistant", "assistant with clusters"),
 ]
 
 
@@ -161,8 +168,8 @@ def test_models_draft_what_they_do_on_a_cpu(
 ) -> None:
     target, chosen = head_of(method, tiny_model_dir, tmp_path)
     greedy: dict[str, Any] = {"temperature": 0.0}
-    if method == "eagle3":
-        greedy["logit_bias"] = dict.fromkeys(FEW, 100.0)
+    if method == "eagle3" or method.startswith("assistant"):
+        greedy["logit_bias"] = dict.fromkeys(FEW[: 3 if method == "eagle3" else 2], 100.0)
     texts, drafts, shares = [], [], []
     for device, mode in (("cpu", "none"), ("cuda", "none"), ("cuda", "full")):
         options: dict[str, Any] = {"gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 40}

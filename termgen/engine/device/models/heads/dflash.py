@@ -21,7 +21,7 @@ from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.head_config import HeadConfig
 from termgen.engine.device.layers.linear import Build, Linear
 from termgen.engine.device.layers.matrix_list import ExpertList
-from termgen.engine.device.layers.ops import inverse_frequencies
+from termgen.engine.device.layers.ops import Rotation, inverse_frequencies
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer, Place
 from termgen.engine.device.models.pieces import Carried
@@ -41,6 +41,7 @@ class DFlashHead(nn.Module):
         self.device = build.device
         self._ops = build.ops
         own = config.layers
+        self.attention = attention.only(range(own.num_layers))
         self._rope = own.layer_ropes[0]
         frequencies = inverse_frequencies(self._rope, own.head_dim).to(build.device)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
@@ -67,29 +68,26 @@ class DFlashHead(nn.Module):
         self._embed = partial(CausalDecoder.embed, target)
         self._logits = target.compute_logits
 
-    def begin(self, kept: list[torch.Tensor]) -> torch.Tensor:
-        """[T, hidden]: what its layers take for the tokens of a context. kept: see
-        `ForwardContext`."""
-        states: torch.Tensor = self.context_norm(self.fc(torch.cat(kept, dim=1)))
-        return states
-
-    def store(self, context: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> None:
-        """Write the keys and values of a context's tokens [T, hidden]."""
-        carried = self._carry(context, positions)
+    def store(self, kept: list[torch.Tensor], positions: torch.Tensor, ctx: ForwardContext) -> None:
+        """Write keys and values of the tokens of a context. kept: see `ForwardContext`."""
+        rotations = self._rotations(positions)
+        context = self._take_up(kept)
+        carried = Carried(context, rotations)
         for layer in self.layers:
             layer.before_attention(context, carried, ctx)
 
     def forward(
         self,
-        context: torch.Tensor,  # [T, hidden]
+        kept: list[torch.Tensor],  # each [T, hidden]
         input_ids: torch.Tensor,  # [M]: the tokens of blocks
         positions: torch.Tensor,  # [T + M] int64, those of the context first
         ctx: ForwardContext,
     ) -> torch.Tensor:
         """[N, hidden] states of the blocks' tokens that `ctx.wanted` names. ctx: its rows are of
         blocks, its slots are those of T + M tokens."""
-        carried = self._carry(context, positions)  # rotations ahead of the embedding: see `begin`
-        carried.residual = self._embed(input_ids)  # of `CausalDecoder`
+        rotations = self._rotations(positions)
+        context = self._take_up(kept)
+        carried = Carried(self._embed(input_ids), rotations)
         normed: torch.Tensor = self.layers[0].input_norm(carried.residual)
         for layer in self.layers:
             both = torch.cat((context, normed))
@@ -97,13 +95,20 @@ class DFlashHead(nn.Module):
             normed = layer.finish(layer.attend(q, ctx), carried, ctx.wanted)
         return normed
 
+    def _take_up(self, kept: list[torch.Tensor]) -> torch.Tensor:
+        """[T, hidden]: what its layers take for the tokens of a context."""
+        states: torch.Tensor = self.context_norm(self.fc(torch.cat(kept, dim=1)))
+        return states
+
     def guess(self, states: torch.Tensor) -> torch.Tensor:
         """[N] int64 the likeliest token at the place of each."""
         return self._logits(states).argmax(dim=1)
 
-    def _carry(self, residual: torch.Tensor, positions: torch.Tensor) -> Carried:
+    def _rotations(self, positions: torch.Tensor) -> tuple[Rotation, ...]:
+        """They come first, as in `CausalDecoder.begin`: behind them is a launch that waits for all
+        before it."""
         frequencies, factor = self.get_buffer("inverse_frequencies"), self._rope.attention_factor
-        return Carried(residual, (self._ops.rotation(positions, frequencies, factor),))
+        return (self._ops.rotation(positions, frequencies, factor),)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from self.fc.weight_slots("")
