@@ -162,7 +162,7 @@ class RequestState:
             suppress_stop=suppress_stop,
             needs=needs,
             edit=partial(self._edit_logits, slots, positions) if needs.edits else None,
-            token_masks=self.masks.of(slots, self.edit_kinds) if needs.grammar else None,
+            token_masks=self.masks.of(slots, self.edit_kinds, positions) if needs.grammar else None,
             may_hide=suppress_stop | (self.edit_kinds[slots] & HAS_EDITS > 0),
         )
 

@@ -167,7 +167,7 @@ def test_where_no_token_may_be_computed_twice_masks_are_there_first() -> None:
     bits = np.full((1, -(-VOCAB // 32)), 5, np.int32)
     state.masks.post(np.asarray([0]), np.asarray([9]), bits)
     state.masks.upload(np.asarray([0], np.int32))
-    masks = state.masks.of(slots, state.edit_kinds[slots])
+    masks = state.masks.of(slots, state.edit_kinds[slots], state.total_len[slots])
     assert masks.bits[0].tolist() == [5, 5, 5] and not masks.bits[1].any()
 
 
