@@ -38,13 +38,13 @@ class DraftSteps:
     ) -> None:
         """is_recurrent: a state can go back over no more tokens than the drafter guesses."""
         self.drafter = drafter
-        self.most_forced = drafter.num_tokens if is_recurrent else MOST_FORCED
+        is_fixed = is_recurrent or bool(drafter.lengths)
+        self.most_forced = drafter.num_tokens if is_fixed else MOST_FORCED
         """Tokens that a grammar forces, of a row in a step, at most."""
         self.most_even_tokens = 0
         """Tokens of the largest step that is even; 0 if none is."""
         if drafter.lengths:
             self.most_even_tokens = min(MOST_DRAFTED_TOKENS, max_num_batched_tokens)
-            self.most_forced = 0
 
     @property
     def reads_states(self) -> bool:
@@ -200,7 +200,7 @@ def sample_even(
 
     slots, num_tokens, queries = batch.slots, batch.num_tokens, 1 + num_drafts
     if needs.grammar:
-        num_tokens = state.await_masks(slots, num_tokens)
+        num_tokens = state.await_masks(slots, num_tokens, is_even=True)
     ids, _ = sampler(logits, slots, num_tokens, state, needs, ring, num_samples=queries)
     counts = not needs.is_plain  # which compiles fewer kernels than all cases
     keep_drawn(slots, num_tokens, ids, state, num_queries=queries, has_penalties=counts, ring=ring)

@@ -351,8 +351,10 @@ class ModelRunner:
         num_drafted = on_landing = choice = None
         if self.drafts is not None:
             if plan.num_drafts:
+                has_guesses = plan.most_guesses > 0
                 plan = self.drafts.cut(plan, self.state, self.graphs)
-                num_drafted, choice = plan.num_draft_tokens, self.drafts.drafter.choice
+                num_drafted = plan.num_draft_tokens
+                choice = self.drafts.drafter.choice if has_guesses else None
             on_landing = partial(self.drafts.drafter.landed, plan)
         if self.states:
             self._copy_states(plan)
