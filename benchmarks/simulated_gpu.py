@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -128,7 +128,13 @@ class SimulatedGpu:
 
     waits_for_masks = True
 
-    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+    def post_masks(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         with self._news:
             for slot, position, mask in zip(slots.tolist(), positions.tolist(), bits, strict=True):
                 self._masks[slot] = position, mask.copy()

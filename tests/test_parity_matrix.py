@@ -1,7 +1,8 @@
 """A request says the same whatever happens around it: {sync, async} x {preempted} x {chunked} x
 {with drafts}, in any of the engine's exact or rounded KV caches.
 
-Every request asks for something else: penalties, log-probabilities, seeds, stop strings, and mixes.
+Every request asks for something else: penalties, log-probabilities, seeds, stop strings, a schema,
+and mixes. What the schema forces is computed together with other tokens in every cell.
 What it says alone, one step at a time, is what it must say among the others in every cell. All
 cells share one loaded model: each has a core of its own over the same executor.
 """
@@ -31,10 +32,21 @@ from termgen.engine.text.output import OutputProcessor
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import StepDelivery
+from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 BLOCK_SIZE = 16
 CHUNK = 20
 NUM_DRAFTS = 4
+SCHEMA = StructuredOutputsParams(
+    json=json.dumps(
+        {
+            "type": "object",
+            "properties": {"full_name": {"enum": ["Anna", "Bert"]}, "age": {"type": "integer"}},
+            "required": ["full_name", "age"],
+            "additionalProperties": False,
+        }
+    )
+)
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seed": {"temperature": 0.9, "seed": 7},
@@ -51,6 +63,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "top_k": 50,
         "stop": (),
     },
+    "schema": {"temperature": 0.9, "seed": 11, "structured_outputs": SCHEMA},
+    "schema mix": {
+        "temperature": 0.7,
+        "seed": 12,
+        "presence_penalty": 0.6,
+        "repetition_penalty": 1.1,
+        "logprobs": 2,
+        "min_tokens": 5,
+        "structured_outputs": SCHEMA,
+    },
 }
 PROMPTS = (
     "Once upon a time there was a fox who",
@@ -61,6 +83,8 @@ PROMPTS = (
     "A short list of fruits: apples,",
     "My favourite season is",
     "The captain looked at the map, then at the sea, and said " * 3,
+    "Who is it?",
+    "A record of the oldest of them:",
 )
 
 
@@ -138,7 +162,7 @@ class Bench:
         )
 
     def alone(self, name: str) -> Answer:
-        return self.run([name], depth=1)[name]
+        return self.run([name], depth=1, is_forced=False)[name]
 
     def run(
         self,
@@ -150,12 +174,14 @@ class Bench:
         resets: tuple[int, ...] = (),
         num_drafts: int = 0,
         num_ahead: int = 0,
+        is_forced: bool = True,
         arrivals: Mapping[str, int] | None = None,
         aborts: Mapping[str, int] | None = None,
     ) -> dict[str, Answer]:
         """resets: turns before which everybody is preempted. num_drafts: places for them, which the
-        device fills with what it found. num_ahead: positions of further ones. arrivals, aborts:
-        turns of requests that come later, or whose reader leaves."""
+        device fills with what it found. num_ahead: positions of further ones. is_forced: tokens
+        that a grammar forces are drafts. arrivals, aborts: turns of requests that come later, or
+        whose reader leaves."""
         deliveries: list[StepDelivery] = []
         self.core = core = make_core(
             self.parts.core.executor,
@@ -172,14 +198,21 @@ class Bench:
             states=self.make_states(),
             num_ahead=num_ahead,
             windows=self.parts.info.windows,
+            most_forced=self.parts.info.most_forced if is_forced else 0,
         )
         processor = OutputProcessor(self.parts.tokenizer, self.parts.info.eos_token_ids)
         answers = {name: Answer() for name in names}
 
         def submit(name: str) -> None:
             prompt = self.prompts[list(KINDS).index(name)]
+            wanted, grammar = self.params[name].structured_outputs, None
+            if wanted is not None:
+                grammar = self.parts.input_processor._need_grammars(wanted).compile(wanted)
             request = GenerationRequest(
-                request_id=name, prompt_token_ids=prompt, params=self.params[name]
+                request_id=name,
+                prompt_token_ids=prompt,
+                params=self.params[name],
+                grammar=grammar,
             )
             for completion in processor.expect(request, 0):
                 core.submit(completion, 0)
@@ -308,6 +341,8 @@ def test_every_request_says_what_it_says_alone(
         resets=(5, 9) if preempted else (),
     )
     check(bench, answers)
+    if bench.is_cpu:
+        assert bench.core.scheduler.stats.num_forced_tokens > 2
     assert max(map(len, bench.prompts)) > CHUNK
     assert (bench.core.scheduler.stats.num_preemptions > 2) == preempted
     assert max(bench.depths) >= depth - 1 and (max(bench.depths) > 0) == (depth > 1)
@@ -366,7 +401,7 @@ def test_every_request_says_the_same_with_drafts(
     stats = bench.core.scheduler.stats
     assert (stats.num_preemptions > 2) == preempted
     assert 0.2 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
-    assert stats.num_accepted_tokens > 20
+    assert stats.num_accepted_tokens > 20 and stats.num_forced_tokens > 2
 
 
 @pytest.fixture(scope="module", params=["mtp", "dflash", "assistant"])

@@ -214,6 +214,7 @@ class _SinceStart:
     num_corrupted: int = 0
     num_wasted_tokens: int = 0
     num_late_masks: int = 0
+    num_forced_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_drafts: int = 0
@@ -265,6 +266,12 @@ class _SinceStartCollector(Collector):
                 "Tokens of constrained answers that a step did not sample, as their masks were "
                 "late; a later step does",
                 counts.num_late_masks,
+            ),
+            (
+                "engine_forced_tokens",
+                "Tokens that the form of an answer left no choice of, computed in one step with "
+                "the token before",
+                counts.num_forced_tokens,
             ),
             (
                 "spec_decode_num_drafts",
@@ -416,6 +423,7 @@ class ServerMetrics(ModelMetrics):
             self._since_start.num_corrupted = newest.num_corrupted
             self._since_start.num_wasted_tokens = newest.num_wasted_tokens
             self._since_start.num_late_masks = newest.num_late_masks
+            self._since_start.num_forced_tokens = newest.num_forced_tokens
             self._since_start.num_draft_tokens = newest.num_draft_tokens
             self._since_start.num_accepted_tokens = newest.num_accepted_tokens
             self._since_start.num_drafts = newest.num_drafts

@@ -162,6 +162,9 @@ class StepRecord(NamedTuple):
     """Longest recent pause of the host, which more than two steps in flight cover; 0: none."""
     num_late_masks: int = 0
     """Since start: rows that a step did not sample, as the masks of their grammars were late."""
+    num_forced_tokens: int = 0
+    """Since start: tokens that grammars forced, computed in one step with the token before. They
+    are no guesses."""
     mask_us: float = 0.0
     """Time that the host waited for masks of grammars since the step before landed."""
     num_draft_tokens: int = 0

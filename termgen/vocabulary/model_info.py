@@ -108,6 +108,8 @@ class DeviceInfo:
     """Number of layers of each group."""
     num_drafts: int = 0
     """Most tokens of a row that are guessed in a step."""
+    most_forced: int = 0
+    """Most tokens of a row that a step computes because a grammar forces them."""
     num_drafts_ahead: int = 0
     """Positions behind those of a step that its drafter computes."""
     num_untuned: int = 0

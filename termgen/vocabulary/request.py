@@ -143,7 +143,8 @@ class Request:
 
     @property
     def may_draft(self) -> bool:
-        """Its next tokens may be guessed: no mask of the host is needed for each."""
+        """Its next tokens may be guessed: no mask of the host is needed for each. What a grammar
+        forces is known, and no guess."""
         return self.grammar is None
 
     @property

@@ -102,7 +102,7 @@ class StepPlan(NamedTuple):
     """[num_rows] tokens computed for the row in this step, drafts included."""
     num_draft_tokens: IntArray
     """[num_rows] places for drafts among them, at the end: tokens that the device has guessed, each
-    of which stays if the model draws it."""
+    of which stays if the model draws it, or that a grammar forces."""
     num_computed: IntArray
     """[num_rows] the host's upper bound of tokens computed before this step. The device has its own
     exact count; this one sizes buffers and is displayed."""
@@ -142,6 +142,16 @@ class StepPlan(NamedTuple):
     def num_samples(self) -> int:
         """Tokens that the device draws: one for each row, and one more for each of its drafts."""
         return len(self.slots) + self.num_drafts
+
+    @property
+    def most_guesses(self) -> int:
+        """Most drafts of a row that were guessed: those of a row with a grammar are forced."""
+        if not self.num_drafts:
+            return 0
+        guesses = self.num_draft_tokens.copy()
+        if self.constrained is not None:
+            guesses[self.constrained] = 0
+        return int(guesses.max())
 
     @property
     def num_single_rows(self) -> int:

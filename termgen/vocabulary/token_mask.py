@@ -6,10 +6,15 @@ A mask reaches the device by itself, not with a plan: steps are queued before th
 and sampling waits on the device. What it waits for is a position: the mask posted for a slot names
 the index, in the row's tokens, of the token that may be sampled under it. The device knows that
 index exactly, so a step never samples under the mask of another token.
+
+Where a grammar allows a single continuation, its tokens are posted with the mask behind them. Each
+of them is the only one that may be sampled at its place, so a step may compute them all at once, as
+drafts: what the step behind it samples is known before any of them has landed.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +25,8 @@ from termgen.errors import EngineError, RequestError
 
 IntArray = npt.NDArray[np.int32]
 
+MOST_FORCED = 16
+"""Tokens that a grammar forces, and that one step computes for a row, at most."""
 PATIENCE_S = 0.001
 """Wait for masks while there is other work; a row whose mask takes longer misses the step."""
 IDLE_PATIENCE_S = 0.01
@@ -41,9 +48,17 @@ class MaskReceiver(Protocol):
         """Its steps wait for masks; False: a step is submitted when its masks are posted."""
         ...
 
-    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+    def post_masks(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Let the token at `positions` [N] of these slots [N] be sampled under the masks `bits`
-        [N, num_words]. No step in flight still reads an older mask of these slots."""
+        [N, num_words]; where `forced` has tokens, these from that position on, one at each place,
+        and the token behind them under the mask. No step in flight still reads an older mask of
+        these slots."""
         ...
 
     def withhold_masks(self, slots: IntArray) -> None:
@@ -66,6 +81,11 @@ class TokenMatcher(Protocol):
     @property
     def is_ended(self) -> bool:
         """The answer is complete, and nothing can follow."""
+        ...
+
+    def take_forced(self, most: int) -> Sequence[int]:
+        """Advance by the tokens whose masks allow nothing else, `most` of them at most, and return
+        them."""
         ...
 
     def fill(self, bits: IntArray) -> None:
@@ -96,23 +116,27 @@ class TokenGrammar(Protocol):
 
 
 class GrammarState:
-    """One answer's matcher and the mask of its next token.
+    """One answer's matcher and the mask of its next token, or of the one behind forced tokens.
 
     Ownership alternates: the mask thread until `is_ready`, then the engine thread until it requests
-    the next mask.
+    the next mask. The matcher has advanced over the forced tokens: they land as they are, in any
+    number of steps, or not at all, so nothing is rolled back.
     """
 
     __slots__ = (
         "_ends_at_eos",
         "_grammar",
         "_is_dropped",
+        "_last",
         "_mask",
         "_matcher",
         "_num_quick",
         "_num_slow",
         "error",
+        "forced",
         "is_ready",
         "is_slow",
+        "is_spent",
         "position",
         "slot",
     )
@@ -124,6 +148,13 @@ class GrammarState:
         self._mask: IntArray | None = None
         self._num_quick = self._num_slow = 0
         self._is_dropped = False
+        self._last = -1
+        """A forced token with which the answer ends: the mask allows it alone, and the matcher has
+        it already."""
+        self.forced: tuple[int, ...] = ()
+        """Tokens that must come before the one that the mask is for."""
+        self.is_spent = True
+        """The token that the mask was for has landed, or there was no mask yet."""
         self.error: BaseException | None = None
         """Why no mask can be filled any more."""
         self.is_ready = False
@@ -134,17 +165,24 @@ class GrammarState:
         self.slot = -1
         """Where the mask is posted; -1: the answer has no row on the device."""
         self.position = NO_MASK
-        """Index, in the row's tokens, of the token that the mask is for."""
+        """Index, in the row's tokens, of the next token: the first forced one, if any."""
 
     @property
     def mask(self) -> IntArray:
-        """[num_words] the next token's mask. Valid until that token has landed; then the next mask
-        may overwrite it."""
+        """[num_words] the mask of the token behind the forced ones. Valid until that token has
+        landed; then the next mask may overwrite it."""
         assert self.is_ready and self._mask is not None
         return self._mask
 
-    def fill(self) -> None:
-        """Fill the next mask; the first call also creates the matcher. Both may take long."""
+    def allows(self, token_id: int) -> bool:
+        """True if this may be the next token to land."""
+        if self.forced:
+            return token_id == self.forced[0]
+        return bool(int(self.mask[token_id // 32]) >> token_id % 32 & 1)
+
+    def fill(self, most_forced: int = 0) -> None:
+        """Fill the next mask; the first call also creates the matcher. Both may take long.
+        most_forced: forced tokens to go over before, at most."""
         if self._is_dropped:
             return
         try:
@@ -152,9 +190,24 @@ class GrammarState:
                 self._matcher = self._grammar.start(ends_at_eos=self._ends_at_eos)
                 self._mask = np.zeros(self._matcher.num_words, np.int32)
             assert self._mask is not None
-            self._matcher.fill(self._mask)
+            self._go_over(self._matcher, most_forced)
+            if self._last < 0:
+                self._matcher.fill(self._mask)
+                return
+            self._mask[:] = 0
+            self._mask.view(np.uint32)[self._last // 32] = np.uint32(1 << self._last % 32)
         except BaseException as cause:  # llguidance's panic is no Exception; it ends the request
             self.error = cause
+
+    def _go_over(self, matcher: TokenMatcher, most: int) -> None:
+        """Advance over the forced tokens before the next mask, once."""
+        if not self.is_spent:
+            return
+        self.is_spent, self._last = False, -1
+        forced = tuple(matcher.take_forced(most)) if most else ()
+        if forced and matcher.is_ended:
+            self._last, forced = forced[-1], forced[:-1]
+        self.forced = forced
 
     def drop(self) -> None:
         """Skip the next `fill`, which would delay others: the answer has ended. The engine thread
@@ -163,7 +216,7 @@ class GrammarState:
 
     @staticmethod
     def fill_together(
-        rows: Sequence[GrammarState], *, in_this_thread: bool = False
+        rows: Sequence[GrammarState], *, in_this_thread: bool = False, most_forced: int = 0
     ) -> IntArray | None:
         """Fill the next masks of several rows, none of which is a first mask. Threads that take
         over the work avoid a wait for the GIL per row, and take longer to wake up than a few masks
@@ -172,11 +225,17 @@ class GrammarState:
         first = matchers[0]
         assert first is not None, "the first mask makes the matcher"
         bits = np.empty((len(rows), first.num_words), np.int32)
-        try:
-            faults = first.fill_all(matchers, bits, in_this_thread=in_this_thread)
-        except BaseException:  # fill one by one to find the row at fault
+        faults: list[BaseException | None] | None = None
+        # An exception: fill one by one to find the row at fault.
+        with contextlib.suppress(BaseException):
+            for row, matcher in zip(rows, matchers, strict=True):
+                assert matcher is not None, "the first mask makes the matcher"
+                row._go_over(matcher, most_forced)
+            if all(row._last < 0 for row in rows):  # a matcher at its end has no mask
+                faults = first.fill_all(matchers, bits, in_this_thread=in_this_thread)
+        if faults is None:
             for row in rows:
-                row.fill()
+                row.fill(most_forced)
             return None
         for row, mask, fault in zip(rows, bits, faults, strict=True):
             row._mask, row.error = mask, fault
@@ -211,8 +270,14 @@ class GrammarState:
         """
         matcher = self._matcher
         assert matcher is not None, "no token lands before the first mask is there"
-        if not matcher.accept(token_id):
-            if int(self.mask[token_id // 32]) >> token_id % 32 & 1:
+        if self.forced and self.allows(token_id):
+            self.forced = self.forced[1:]
+            return False
+        if not self.forced and token_id == self._last:
+            return True
+        self.is_spent = True
+        if self.forced or self._last >= 0 or not matcher.accept(token_id):
+            if self.allows(token_id):
                 raise RequestError(
                     "the grammar is too complex to be followed further", code="invalid_schema"
                 )

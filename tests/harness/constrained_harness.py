@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 from core_harness import Bearer, CoreDriver
@@ -20,9 +21,8 @@ from termgen.engine.loop.core import EngineCore
 from termgen.engine.schedule.slot_table import SlotTable
 from termgen.vocabulary.request import GenerationRequest, TurnEnds
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.step import CORRUPT_TOKEN
+from termgen.vocabulary.step import CORRUPT_TOKEN, StepPlan
 from termgen.vocabulary.token_mask import (
-    NO_MASK,
     WITHHELD,
     IntArray,
     TokenMatcher,
@@ -35,15 +35,26 @@ class FakeGrammar:
 
     is_slow = False
 
-    def __init__(self, length: int, *, vocab: int = VOCAB, modulus: int = 3) -> None:
+    def __init__(
+        self,
+        length: int,
+        *,
+        vocab: int = VOCAB,
+        modulus: int = 3,
+        forced: Collection[int] = (),
+    ) -> None:
+        """forced: indices, in the answer, of tokens that have no alternative."""
         self.length = length
         self.vocab = vocab
         self.modulus = modulus
+        self.forced = frozenset(forced)
         self.may_fill = threading.Event()
         self.may_fill.set()
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
         """Tokens that may follow these tokens of the answer."""
+        if len(tokens) in self.forced:
+            return [(7 * sum(tokens) + len(tokens)) % self.vocab]
         first = (sum(tokens) + len(tokens)) % self.modulus  # differs at each position
         return list(range(first, self.vocab, self.modulus))
 
@@ -76,6 +87,13 @@ class FakeMatcher:
 
     fill_all = staticmethod(fill_each)
 
+    def take_forced(self, most: int) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < most and not self.is_ended and len(self.tokens) in self._grammar.forced:
+            tokens += self._grammar.allowed(self.tokens)
+            assert self.accept(tokens[-1])
+        return tokens
+
     def fill(self, bits: IntArray) -> None:
         assert self._grammar.may_fill.wait(20)
         bits[:] = 0
@@ -88,6 +106,20 @@ def choose(tokens: np.ndarray, allowed: Sequence[int]) -> int:
     return allowed[next_token(tokens) % len(allowed)]
 
 
+class Posted(NamedTuple):
+    position: int
+    mask: IntArray
+    forced: tuple[int, ...] = ()
+
+    def covers(self, first: int, last: int) -> bool:
+        return 0 <= self.position <= first and last <= self.position + len(self.forced)
+
+    def allowed(self, position: int) -> list[int]:
+        if position < self.position + len(self.forced):
+            return [self.forced[position - self.position]]
+        return np.flatnonzero(np.unpackbits(self.mask.view(np.uint8), bitorder="little")).tolist()
+
+
 class MaskedDevice(ScriptedDevice):
     """Samples under the masks posted for the positions of its rows, for which it waits."""
 
@@ -96,58 +128,100 @@ class MaskedDevice(ScriptedDevice):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._posted: dict[int, tuple[int, IntArray]] = {}
-        """Slot -> (position, mask)."""
+        self._posted: dict[int, Posted] = {}
+        """The newest of each slot."""
+        self._masks: dict[int, Posted] = {}
+        """Those that the rows of a step sample under, by slot."""
+        self.num_forced = 0
+        """Drafts that a grammar has forced."""
         self._news = threading.Condition()
 
-    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+    def post_masks(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        rows = zip(slots.tolist(), positions.tolist(), bits, forced or repeat(()), strict=False)
         with self._news:
-            for slot, position, mask in zip(slots.tolist(), positions.tolist(), bits, strict=True):
+            for slot, position, mask, tokens in rows:
                 assert mask.any(), "a row under this mask has no token to sample"
-                self._posted[slot] = position, mask.copy()
+                assert len(tokens) <= self.most_forced
+                self._posted[slot] = Posted(position, mask.copy(), tuple(tokens))
             self._news.notify_all()
 
     def withhold_masks(self, slots: IntArray) -> None:
         with self._news:
             for slot in slots.tolist():
-                self._posted[slot] = WITHHELD, np.zeros(0, np.int32)
+                self._posted[slot] = Posted(WITHHELD, np.zeros(0, np.int32))
             self._news.notify_all()
 
-    def _mask(self, slot: int, position: int) -> IntArray | None:
-        """The mask of a row's token at this position; None if it is late."""
+    def _cut(self, plan: StepPlan) -> StepPlan:
+        """Forced tokens are the drafts of rows with a grammar: as many as are posted for places
+        behind the row's own."""
+        plan = super()._cut(plan)
+        most = plan.num_draft_tokens.copy()
+        for i in np.flatnonzero(most).tolist():
+            slot = int(plan.slots[i])
+            row, length = self.rows[slot], int(self.num_tokens[slot])
+            if row is None or not row.has_grammar:
+                continue
+            with self._news:
+                posted = self._posted[slot]
+            first = length - posted.position
+            tokens = posted.forced[first:] if posted.position >= 0 <= first else ()
+            tokens = tokens[: int(most[i])]
+            most[i] = len(tokens)
+            self.num_forced += len(tokens)
+            self.token_ids[slot, length : length + len(tokens)] = tokens
+        return plan if (most == plan.num_draft_tokens).all() else plan.with_drafts(most)
+
+    def _mask(self, slot: int, first: int, last: int) -> Posted | None:
+        """What is posted for a row's tokens from `first` to `last`; None if it is late."""
 
         def is_there() -> bool:
-            return self._posted.get(slot, (NO_MASK,))[0] in (position, WITHHELD)
+            posted = self._posted.get(slot)
+            return posted is not None and (posted.covers(first, last) or posted.position < 0)
 
         with self._news:
             if not self._news.wait_for(is_there, self.patience_s):
                 return None
-            posted, mask = self._posted[slot]
-        return mask if posted == position else None
+            posted = self._posted[slot]
+        return posted if posted.covers(first, last) else None
 
     def _sample(self, slot: int, num_drafts: int) -> list[int | None]:
         row, length = self.rows[slot], int(self.num_tokens[slot])
         assert row is not None
-        mask = None
+        self._masks.pop(slot, None)
         if row.has_grammar and not self.finished[slot] and self.num_computed[slot] >= length:
-            mask = self._mask(slot, length)
-            if mask is None:
-                self.num_computed[slot] -= 1
+            posted = self._mask(slot, length, length + num_drafts)
+            if posted is None:
+                self.num_computed[slot] -= 1 + num_drafts
                 return [None]
-        tokens = super()._sample(slot, num_drafts)
-        if mask is None or (token := tokens[0]) == CORRUPT_TOKEN or token is None:
-            return tokens
-        assert not num_drafts, "a row with a grammar has no drafts"
-        flags = np.unpackbits(mask.view(np.uint8), bitorder="little")
-        allowed = np.flatnonzero(flags).tolist()
+            self._masks[slot] = posted
+        return super()._sample(slot, num_drafts)
+
+    def _guess(self, slot: int) -> None:
+        row = self.rows[slot]
+        if row is not None and not row.has_grammar:
+            super()._guess(slot)
+
+    def _draw(self, slot: int) -> int:
+        length = int(self.num_tokens[slot])
+        token, posted, row = super()._draw(slot), self._masks.get(slot), self.rows[slot]
+        assert row is not None
+        if posted is None or token == CORRUPT_TOKEN:
+            return token
+        allowed = posted.allowed(length)
         token = int(allowed[token % len(allowed)])
         if length < row.max_total_tokens:
             self.token_ids[slot, length] = token
-        if self.stops:  # without its mask, the row repeated the token before
+        if self.stops:
             minimum = row.num_prompt_tokens + row.params.min_tokens
             is_stop = token in row.stop_token_ids and length + 1 > minimum
             self.finished[slot] = is_stop or length + 1 >= row.max_total_tokens
-        return [token]
+        return token
 
 
 class ConstrainedDriver(CoreDriver):
@@ -168,6 +242,7 @@ class ConstrainedDriver(CoreDriver):
             windows=old.windows,
             state_places=old.state_places,
         )
+        self.device.most_forced = self.scheduler.config.most_forced
 
     def constrain(
         self,
@@ -218,12 +293,18 @@ def make_late(core: EngineCore, seed: int, on_time: float) -> None:
     constraints, executor = core.scheduler.constraints, core.executor
     post, withhold, note_late = executor.post_masks, executor.withhold_masks, constraints.note_late
     lock = threading.Lock()
-    deferred: dict[int, tuple[IntArray, IntArray, IntArray]] = {}
+    deferred: dict[int, tuple[IntArray, IntArray, IntArray, list[Sequence[int]]]] = {}
 
-    def post_some(slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+    def post_some(
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         by_thread = threading.current_thread().name.startswith("termgen-")
         for i, place in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-            one = slots[i : i + 1], positions[i : i + 1], bits[i : i + 1].copy()
+            tokens = [forced[i] if forced else ()]
+            one = slots[i : i + 1], positions[i : i + 1], bits[i : i + 1].copy(), tokens
             luck = zlib.crc32(repr((seed, place)).encode()) / 2**32
             with lock:
                 if by_thread and luck > on_time:

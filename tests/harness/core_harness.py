@@ -73,8 +73,14 @@ class ScriptedExecutor:
         self._waiting.append(handle)
         return handle
 
-    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
-        self.device.post_masks(slots, positions, bits)
+    def post_masks(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.device.post_masks(slots, positions, bits, forced)
 
     def withhold_masks(self, slots: IntArray) -> None:
         self.device.withhold_masks(slots)
@@ -201,6 +207,7 @@ class CoreDriver:
         state_places: int = 0,
         num_drafts: int = 0,
         num_ahead: int = 0,
+        most_forced: int = 0,
     ) -> None:
         device = ScriptedDevice(
             num_blocks=num_blocks,
@@ -232,6 +239,7 @@ class CoreDriver:
             states=make_states(block_size, max_num_seqs, state_places),
             num_drafts=num_drafts,
             num_ahead=num_ahead,
+            most_forced=most_forced,
         )
         self.scheduler = self.core.scheduler
         self.bearers: list[Bearer] = []

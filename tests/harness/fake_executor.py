@@ -76,7 +76,13 @@ class FakeExecutor:
 
     waits_for_masks = False
 
-    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+    def post_masks(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         raise AssertionError("no request of these tests has a grammar")
 
     def withhold_masks(self, slots: IntArray) -> None:
@@ -138,6 +144,7 @@ def make_core(
     states: StateCache | None = None,
     num_drafts: int = 0,
     num_ahead: int = 0,
+    most_forced: int = 0,
 ) -> EngineCore:
     kv = KVCacheManager(
         num_blocks=num_blocks,
@@ -156,6 +163,7 @@ def make_core(
             policy=policy,
             num_speculative_tokens=num_drafts,
             num_ahead=num_ahead,
+            most_forced=most_forced,
         ),
         kv,
     )

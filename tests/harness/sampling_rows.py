@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -109,17 +110,20 @@ def fill(rng: random.Random, state: RequestState, vocab: int) -> list[AddedRow]:
     state.update(plan_of(rows))
     for row in rows:
         if row.has_grammar:
-            post_mask(state, row, rng.sample(range(vocab), rng.randint(1, vocab)))
+            forced = [rng.randrange(vocab) for _ in range(rng.choice([0, 0, 1, 3, 7]))]
+            post_mask(state, row, rng.sample(range(vocab), rng.randint(1, vocab)), forced)
     return rows
 
 
-def post_mask(state: RequestState, row: AddedRow, allowed: list[int]) -> None:
-    """Post a mask for a row's next token."""
+def post_mask(
+    state: RequestState, row: AddedRow, allowed: list[int], forced: Sequence[int] = ()
+) -> None:
+    """Post a mask for a row's next token, or for the one behind these that are forced."""
     flags = np.zeros(32 * state.masks.bits.shape[1], np.uint8)
     flags[allowed] = 1
     bits = np.packbits(flags, bitorder="little").view(np.int32)
     slots, positions = ([number] for number in (row.slot, len(row.token_ids)))
-    state.masks.post(np.asarray(slots), np.asarray(positions), bits[None])
+    state.masks.post(np.asarray(slots), np.asarray(positions), bits[None], [forced])
 
 
 def batch_of(

@@ -8,7 +8,7 @@ tokens.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -73,6 +73,8 @@ class ScriptedDevice:
         tokens that it guesses for each row after a step, often rightly."""
         self.state_places = state_places
         self.num_drafts = num_drafts
+        self.most_forced = 0
+        """Drafts of a row that its grammar forces, at most."""
         self._guesses = np.random.default_rng(draft_seed)
         self.states: dict[int, list[int]] = {}
         """Place -> the tokens that the state there has taken up, and those that the latest step
@@ -105,14 +107,13 @@ class ScriptedDevice:
         """Run one step. On a requested failure it leaves garbage in the KV it should have
         written."""
         assert plan.step_id == self.next_step, "a step was skipped or repeated"
-        num_drafted = None
-        if plan.num_drafts and self._guesses.random() < self.declines:
-            plan = plan.with_drafts(np.zeros_like(plan.num_draft_tokens))
-            num_drafted = plan.num_draft_tokens
+        planned, plan = plan, self._cut(plan)
+        num_drafted = None if plan is planned else plan.num_draft_tokens
         self.next_step += 1
         self._update_rows(plan)
         pairs = list(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
-        assert plan.num_drafts == plan.num_draft_tokens.sum() <= self.num_drafts * plan.num_rows
+        most_drafts = max(self.num_drafts, self.most_forced)
+        assert plan.num_drafts == plan.num_draft_tokens.sum() <= most_drafts * plan.num_rows
         for i, (slot, count) in enumerate(pairs):  # all writes precede all reads
             row = self.rows[slot]
             assert row is not None and row.epoch == plan.epochs[i], "a plan names a stale row"
@@ -120,7 +121,7 @@ class ScriptedDevice:
             if not self.finished[slot]:
                 # A late mask makes the host's count an upper bound, until its step has landed.
                 ahead = int(plan.num_computed[i] - self.num_computed[slot])
-                assert 0 <= ahead and (self.num_drafts or ahead <= row.has_grammar)
+                assert 0 <= ahead and (most_drafts or ahead <= row.has_grammar)
                 self._write(slot, count, int(plan.num_draft_tokens[i]), rubbish=fails)
                 if self.turns_nan is not None and self.turns_nan():
                     end = int(self.num_computed[slot]) + count
@@ -153,7 +154,19 @@ class ScriptedDevice:
             num_drafted=num_drafted,
         )
 
-    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+    def _cut(self, plan: StepPlan) -> StepPlan:
+        """The plan with the drafts that are there."""
+        if plan.num_drafts and self._guesses.random() < self.declines:
+            return plan.with_drafts(np.zeros_like(plan.num_draft_tokens))
+        return plan
+
+    def post_masks(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         raise AssertionError("no request of these tests has a grammar")
 
     def withhold_masks(self, slots: IntArray) -> None:

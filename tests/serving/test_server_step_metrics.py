@@ -98,7 +98,7 @@ async def test_launches_are_counted_by_queue_depth_beside_wasted_tokens_and_late
         for depth in (0, 1, 1, 7):
             record = make_step_record(queue_depth=depth, launch_us=50.0, publish_us=20.0)
             engine.bus.publish(record)
-        totals = {"num_wasted_tokens": 5, "num_late_masks": 3}
+        totals = {"num_wasted_tokens": 5, "num_late_masks": 3, "num_forced_tokens": 6}
         totals |= {"num_draft_tokens": 9, "num_accepted_tokens": 4, "num_drafts": 5}
         totals |= {"drafted_per_pos": (5, 4), "accepted_per_pos": (3, 1)}
         engine.bus.publish(make_step_record(queue_depth=7, **totals))
@@ -109,6 +109,7 @@ async def test_launches_are_counted_by_queue_depth_beside_wasted_tokens_and_late
     assert value(text, "engine_step_seconds_sum", phase="launch") == pytest.approx(0.0002)
     assert value(text, "engine_wasted_tokens_total") == 5
     assert value(text, "engine_late_masks_total") == 3
+    assert value(text, "engine_forced_tokens_total") == 6
     assert value(text, "spec_decode_num_draft_tokens_total") == 9
     assert value(text, "spec_decode_num_accepted_tokens_total") == 4
     assert value(text, "spec_decode_num_drafts_total") == 5

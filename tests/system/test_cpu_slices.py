@@ -172,6 +172,9 @@ class TellingGrammar:
     def accept(self, token_id: int) -> bool:
         return True
 
+    def take_forced(self, most: int) -> list[int]:
+        return []
+
     @staticmethod
     def fill_all(
         matchers: Sequence[Any], bits: IntArray, *, in_this_thread: bool

@@ -163,6 +163,19 @@ class Matcher:
     def is_ended(self) -> bool:
         return bool(self._matcher.is_stopped())
 
+    def take_forced(self, most: int) -> list[int]:
+        # Where llguidance has such tokens, its mask allows the first of them only: they are what
+        # the tokenizer makes of the text that must follow, but for a last one that the text behind
+        # may change.
+        forced: list[int] = self._matcher.compute_ff_tokens()[:most]
+        for token_id in forced:
+            if not self.accept(token_id):
+                raise RequestError(
+                    f"the grammar is too complex: {brief(self._matcher.get_error())}",
+                    code="invalid_schema",
+                )
+        return forced
+
     def fill(self, bits: IntArray) -> None:
         if self._first is not None:
             bits[:] = self._first

@@ -40,6 +40,8 @@ class MaskFiller:
     def __init__(self) -> None:
         self.receiver: MaskReceiver | None = None
         """Where filled masks are posted; None: nowhere."""
+        self.most_forced = 0
+        """Forced tokens that are posted with a mask, at most."""
         self._threads = DaemonThreads(NUM_THREADS, "termgen-masks")
         self._slow_threads = DaemonThreads(NUM_SLOW_THREADS, "termgen-slow-masks")
         self._rests_until_s = 0.0
@@ -95,7 +97,7 @@ class MaskFiller:
 
     def seat(self, row: GrammarState, slot: int, position: int) -> None:
         """Post the row's mask, which is ready, for this slot, and later ones when they are filled.
-        position: of the token that it is for, among the row's tokens."""
+        position: of its next token, among the row's tokens."""
         with self._progress:
             assert row.is_ready
             row.slot, row.position = slot, position
@@ -146,7 +148,7 @@ class MaskFiller:
             return
         for row in rows:
             began = time.perf_counter()
-            row.fill()
+            row.fill(self.most_forced)
             took_s = time.perf_counter() - began
             with self._progress:
                 row.note_time(is_slow=took_s > SLOW_S)
@@ -154,7 +156,9 @@ class MaskFiller:
 
     def _fill_many(self, rows: list[GrammarState], *, in_this_thread: bool = False) -> None:
         began = time.perf_counter()
-        bits = GrammarState.fill_together(rows, in_this_thread=in_this_thread)
+        bits = GrammarState.fill_together(
+            rows, in_this_thread=in_this_thread, most_forced=self.most_forced
+        )
         is_slow = time.perf_counter() - began > SLOW_S
         with self._progress:
             for row in rows:
@@ -187,7 +191,10 @@ class MaskFiller:
                 bits = np.stack([row.mask for row in good])
             slots = np.asarray([row.slot for row in good], np.int32)
             positions = np.asarray([row.position for row in good], np.int32)
-            self.receiver.post_masks(slots, positions, bits)
+            if any(row.forced for row in good):
+                self.receiver.post_masks(slots, positions, bits, [row.forced for row in good])
+            else:
+                self.receiver.post_masks(slots, positions, bits)
         bad = [row.slot for row in rows if row.slot >= 0 and row.error is not None]
         if bad:
             self.receiver.withhold_masks(np.asarray(bad, np.int32))

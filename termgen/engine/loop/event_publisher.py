@@ -132,6 +132,7 @@ class EventPublisher:
             queue_depth=times.queue_depth,
             num_wasted_tokens=stats.wasted_tokens,
             num_late_masks=stats.num_late_masks,
+            num_forced_tokens=stats.num_forced_tokens,
             num_draft_tokens=stats.num_draft_tokens,
             num_accepted_tokens=stats.num_accepted_tokens,
             num_drafts=stats.num_drafts,

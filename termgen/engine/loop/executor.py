@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -166,9 +166,15 @@ class LocalExecutor:
         assert self._runner is not None, "start() comes first"
         return self._runner.state.masks.is_awaited
 
-    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+    def post_masks(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         assert self._runner is not None, "rows have slots while the engine is awake"
-        self._runner.state.masks.post(slots, positions, bits)
+        self._runner.state.masks.post(slots, positions, bits, forced)
 
     def withhold_masks(self, slots: IntArray) -> None:
         if self._runner is not None:

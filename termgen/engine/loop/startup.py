@@ -179,6 +179,7 @@ def _make_scheduler(config: EngineConfig, info: DeviceInfo, is_live: bool) -> Sc
         adaptive_prefill=_for_live(config.adaptive_prefill, is_live),
         policy=config.scheduling_policy,
         num_speculative_tokens=info.num_drafts,
+        most_forced=info.most_forced,
         num_ahead=info.num_drafts_ahead,
     )
     return Scheduler(limits, kv)

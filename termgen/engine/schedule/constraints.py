@@ -5,9 +5,15 @@ joins a step while its previous token is still in flight; during the model's run
 threads fill the mask and post it to the device, which waits for it before it samples, for a while.
 A row whose mask is late does not sample and computes its token again, in the step behind if it is
 in that. A row with slow masks joins only when all its tokens have landed and its mask is filled, so
-that no other row waits for it. Only landed tokens reach a matcher, so preemption and dropped steps
-need no rollback. A grammar that fails, in a mask or on a token, ends its own request only. Owned by
-the scheduler, on the engine thread.
+that no other row waits for it. Only tokens that have landed reach a matcher, or that must come, so
+preemption and dropped steps need no rollback. A grammar that fails, in a mask or on a token, ends
+its own request only. Owned by the scheduler, on the engine thread.
+
+Forced tokens are drafts that the host knows. The invariant: while a row's newest mask has forced
+tokens before it, the row's tokens in flight are the first of these, whatever steps they are in. So
+the drafts of a step that is planned ahead are those behind them, and both its masks and those of
+the steps before it are in the one thing posted, which stays until the token behind all forced ones
+has landed. In a step behind that token's, the host knows nothing yet, and the row has no drafts.
 """
 
 from __future__ import annotations
@@ -37,7 +43,10 @@ Endings = dict[int, tuple[FinishReason, TermgenError | None]]
 class Constraints:
     """The constrained rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_forced: int = 0) -> None:
+        """most_forced: drafts of a row in a step that a grammar forces; 0 where the device takes
+        none."""
+        self.most_forced = most_forced
         self.patience_s = PATIENCE_S
         self.idle_patience_s = IDLE_PATIENCE_S
         self.is_late = False
@@ -45,6 +54,7 @@ class Constraints:
         self.waited_ns = 0
         """Time that the engine thread has waited for masks, since start."""
         self._filler = MaskFiller()
+        self._filler.most_forced = most_forced
         self._is_busy = False
         self._may_run_ahead = True
         self._deadline = 0.0
@@ -97,6 +107,19 @@ class Constraints:
             and not any([grammar.is_slow for grammar in self._seated.values()])
         )
 
+    def forced_drafts(self, table: SlotTable, slots: IntArray) -> IntArray:
+        """[num_rows] tokens that are forced behind those of each row, tokens in flight included."""
+        counts = np.zeros_like(slots)
+        if not (self.most_forced and table.num_constrained):
+            return counts
+        rows = table.has_grammar[slots].nonzero()[0]
+        for row, slot in zip(rows.tolist(), slots[rows].tolist(), strict=True):
+            grammar = self._seated[slot]
+            if grammar.is_ready and grammar.forced:
+                counts[row] = len(grammar.forced)
+        counts -= table.num_pending[slots]
+        return np.maximum(counts, 0, out=counts)
+
     def is_ready(self, request: Request) -> bool:
         """True if a waiting request may join the step being planned."""
         grammar = request.grammar
@@ -140,9 +163,8 @@ class Constraints:
             self._filler.unseat(request.grammar)
 
     def note_late(self, table: SlotTable, slots: IntArray) -> None:
-        """Uncount rows that sampled nothing in a step which has just landed, as their masks were
+        """Slow down rows that sampled nothing in a step which has just landed, as their masks were
         late or do not come: they compute their newest token again."""
-        table.take_back(slots)
         for slot in slots.tolist():
             request = table.request_at(slot)
             if not self._has_mask(request):
@@ -164,11 +186,13 @@ class Constraints:
         table: SlotTable,
         slots: IntArray,
         tokens: IntArray,
+        counts: IntArray | None,
         stopped: npt.NDArray[np.bool_],
         ended: npt.NDArray[np.intp],
     ) -> Endings:
-        """Pass landed tokens to the grammars. Returns all rows that end: those that have `ended`
-        already, some `stopped` by a token, and those whose grammar ends."""
+        """Pass landed tokens to the grammars: `counts` of each row, row after row; None: one each.
+        Returns all rows that end: those that have `ended` already, some `stopped` by a token, and
+        those whose grammar ends."""
         endings: Endings = {
             i: (FinishReason.STOP if stopped[i] else FinishReason.LENGTH, None)
             for i in ended.tolist()
@@ -177,29 +201,38 @@ class Constraints:
             return endings
         going_on: list[GrammarState] = []
         rows = table.has_grammar[slots].nonzero()[0]
-        slots, tokens = slots[rows], tokens[rows]
-        has_rules = table.has_edits[slots] | table.has_minimum[slots]
-        facts = (rows, slots, tokens, table.num_tokens[slots], has_rules)
-        for i, slot, token, length, may_conflict in zip(*(a.tolist() for a in facts), strict=True):
+        num_landed = np.ones_like(slots) if counts is None else counts
+        lasts = np.cumsum(num_landed)[rows]
+        slots, num_landed = slots[rows], num_landed[rows]
+        facts = (rows, slots, lasts, num_landed, table.num_tokens[slots])
+        for i, slot, last, count, length in zip(*(a.tolist() for a in facts), strict=True):
             grammar = self._seated[slot]
-            if may_conflict:
-                request = table.request_at(slot)
-                answer = table.token_ids[slot, table.num_prompt[slot] : length]
-                if fault := fault_of(request, answer, grammar.mask):
-                    endings[i] = FinishReason.ERROR, fault
-                    continue
             try:
-                is_complete = grammar.accept(token)
+                is_complete = self._land(table, slot, tokens[last - count : last], length)
             except BaseException as cause:  # a panic in llguidance is no Exception
                 endings[i] = FinishReason.ERROR, _error(table.request_at(slot), cause)
                 continue
             if is_complete:
                 endings[i] = FinishReason.STOP, None
-            elif i not in endings:
+            elif i not in endings and grammar.is_spent:
                 grammar.position = length
                 going_on.append(grammar)
         self._filler.begin(going_on)
         return endings
+
+    def _land(self, table: SlotTable, slot: int, tokens: IntArray, length: int) -> bool:
+        """Pass a row's newest tokens, all before `length`, to its grammar. True if the answer is
+        complete."""
+        grammar, is_complete = self._seated[slot], False
+        may_conflict = table.has_edits[slot] or table.has_minimum[slot]
+        for end, token in enumerate(tokens.tolist(), length + 1 - len(tokens)):
+            if may_conflict:
+                request = table.request_at(slot)
+                answer = table.token_ids[slot, table.num_prompt[slot] : end]
+                if fault := fault_of(request, answer, is_allowed=grammar.allows(token)):
+                    raise fault
+            is_complete = grammar.accept(token)
+        return is_complete
 
     def _begin_waiting(self, *, is_alone: bool) -> None:
         patience_s = self.idle_patience_s if is_alone else self.patience_s
@@ -253,18 +286,18 @@ def _error(request: Request, cause: BaseException | None) -> TermgenError:
 # landed token of the requests that have such parameters.
 
 
-def fault_of(request: Request, answer: IntArray, mask: IntArray) -> RequestError | None:
-    """The error of the answer's [N] newest token, sampled under mask [num_words], if any."""
+def fault_of(request: Request, answer: IntArray, *, is_allowed: bool) -> RequestError | None:
+    """The error of the answer's [N] newest token, if any. is_allowed: by the grammar."""
     params, token = request.params, int(answer[-1])
     names = [name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)]
     if len(answer) <= params.min_tokens:
         names.append("min_tokens")
     if not names:
         return None
-    fits = int(mask[token // 32]) >> token % 32 & 1
+    fits = is_allowed
     if params.allowed_token_ids is not None:
         place = bisect_left(params.allowed_token_ids, token)
-        fits = fits and params.allowed_token_ids[place : place + 1] == (token,)
+        fits &= params.allowed_token_ids[place : place + 1] == (token,)
     is_bad = any(tuple(answer[-len(ids) :].tolist()) == ids for ids in request.bad_token_ids)
     if fits and not is_bad:
         return None

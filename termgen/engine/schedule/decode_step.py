@@ -68,6 +68,8 @@ class DecodeStep:
         rows = self._rows
         if not (len(rows) and self._constraints.may_all_run_ahead(table)):
             return None
+        if table.num_constrained and self._constraints.forced_drafts(table, rows).any():
+            return None
         builder = PlanBuilder()
         if (
             step_id != self._next_step

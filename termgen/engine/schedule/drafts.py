@@ -21,16 +21,20 @@ from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import StepPlan, StepResult, first_samples
 
 
-def places_for_drafts(table: SlotTable, rows: IntArray, most: int, budget: int) -> IntArray:
-    """[num_rows] drafts that each of these running rows may compute in a step: `most`, where it has
-    generated a token and computes no more than its newest, as far as its limit and the step's
-    budget allow."""
+def places_for_drafts(
+    table: SlotTable, rows: IntArray, most: int, budget: int, forced: IntArray | None = None
+) -> IntArray:
+    """[num_rows] drafts that each of these running rows may compute in a step: `most`, or as many
+    as are forced [num_rows], where it has generated a token and computes no more than its newest,
+    as far as its limit and the step's budget allow."""
     num_tokens, num_pending, limit, _, num_computed, _ = table.facts.take(rows, axis=1)
     known = num_tokens + num_pending
-    most = min(most, (budget - len(rows)) // max(1, len(rows)))
-    drafts: IntArray = np.clip(limit - known - 1, 0, max(0, most)).astype(np.int32)
+    wanted: IntArray = most * table.may_draft.take(rows).astype(np.int32)
+    if forced is not None:
+        wanted += forced
+    each = max(0, (budget - len(rows)) // max(1, len(rows)))
+    drafts: IntArray = np.clip(np.minimum(limit - known - 1, each), 0, wanted).astype(np.int32)
     drafts *= (known - num_computed == 1) & (known > table.num_prompt.take(rows))
-    drafts *= table.may_draft.take(rows)
     return drafts
 
 
@@ -69,10 +73,24 @@ class KeptTokens(NamedTuple):
     places: IntArray
     """[num_rows] places for drafts that each row had in the plan."""
 
+    def guesses(self, may_draft: npt.NDArray[np.bool_]) -> GuessedTokens:
+        """Those among them that were guessed: a token that a grammar forces is no guess.
+        may_draft: [num_rows]"""
+        return GuessedTokens(self.drafted * may_draft, (self.counts - 1) * may_draft)
+
+
+class GuessedTokens(NamedTuple):
+    """How many of each row's tokens in a landed step were guessed."""
+
+    drafted: IntArray
+    """[num_rows] guesses that were computed for each row."""
+    accepted: IntArray
+    """[num_rows] those that stayed."""
+
 
 @dataclass(slots=True)
 class DraftStats:
-    """Counters of all requests since start."""
+    """Counters of all requests since start. Tokens that a grammar forces are no drafts here."""
 
     num_drafts: int = 0
     """Rows of steps that had drafts."""
@@ -84,8 +102,8 @@ class DraftStats:
     """How many of `num_draft_tokens` were the first, second, ... draft of their row."""
     accepted_per_pos: tuple[int, ...] = ()
 
-    def count_drafts(self, kept: KeptTokens) -> None:
-        drafted, accepted = kept.drafted, kept.counts - 1
+    def count_drafts(self, guessed: GuessedTokens) -> None:
+        drafted, accepted = guessed
         self.num_drafts += int(np.count_nonzero(drafted))
         self.num_draft_tokens += int(drafted.sum())
         self.num_accepted_tokens += int(accepted.sum())
@@ -117,11 +135,11 @@ def kept_tokens(plan: StepPlan, result: StepResult, rows: IntArray) -> KeptToken
 
 
 def append_kept(
-    table: SlotTable, slots: IntArray, kept: KeptTokens
+    table: SlotTable, slots: IntArray, kept: KeptTokens, guessed: GuessedTokens
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
     """Add landed tokens to these rows, and uncount the drafts that did not stay. Returns as
     `SlotTable.append_tokens`: the device cuts a row's tokens behind its end."""
-    table.drafts[:, slots] += np.stack((kept.drafted, kept.counts - 1))
+    table.drafts[:, slots] += np.stack(guessed)
     lengths, num_pending, limit, stop_after = table.facts_of_ends.take(slots, axis=1)
     ends = np.cumsum(kept.counts)
     first = table.row_of_ids.take(slots) + lengths - (ends - kept.counts)

@@ -24,6 +24,8 @@ class SchedulerStats(DraftStats):
     """Requests that ended because of NaN or infinite logits."""
     num_late_masks: int = 0
     """Rows that a step did not sample because their masks came too late."""
+    num_forced_tokens: int = 0
+    """Tokens that grammars forced, and that steps computed together with the token before."""
     wasted_tokens: int = 0
     """Tokens computed for requests whose end or preemption was not known to the plan, or again
     because of a late mask."""

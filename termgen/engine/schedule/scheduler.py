@@ -52,6 +52,8 @@ class SchedulerConfig:
     policy: str = "fcfs"
     num_speculative_tokens: int = 0
     """Drafts of a row in a step, at most; 0 where the device makes none."""
+    most_forced: int = 0
+    """Tokens that a grammar forces, of a row in a step, at most; 0 where the device takes none."""
     num_ahead: int = 0
     """Positions behind those of a step that a drafter computes, where there are blocks for them."""
 
@@ -66,7 +68,7 @@ class Scheduler:
         self.slots = SlotTable(config.max_num_seqs, config.max_model_len)
         self.waiting = RequestQueue(config.policy)
         self.stats = SchedulerStats()
-        self.constraints = Constraints()
+        self.constraints = Constraints(config.most_forced)
         self.requests: dict[str, Request] = {}
         self.started: list[StartedRow] = []
         """Requests that got a slot since the caller last cleared this list."""
@@ -202,7 +204,9 @@ class Scheduler:
             num_new = states.cut(running, table.num_computed[running], num_new)
         budget = self.config.max_num_batched_tokens
         most, drafts = self.config.num_speculative_tokens, np.zeros_like(running)
-        drafts = places_for_drafts(table, running, most, budget) if most else drafts
+        forced = self.constraints.forced_drafts(table, running)
+        if most or forced.any():
+            drafts = places_for_drafts(table, running, most, budget, forced) * (num_new > 0)
         newcomers = self._share_among_prompts(num_new, budget - int(drafts.sum()), may_admit)
         ends = np.cumsum(num_new + drafts)
         if len(ends) and ends[-1] > budget:
@@ -520,6 +524,8 @@ class Scheduler:
         if result.corrupt is not None:
             self._forget_corrupt(plan, result.corrupt)
         self._land(plan.step_id)
+        if plan.num_drafts:
+            self._decode_step.forget()  # what stays of the drafts changes the counts
         if self._pace is not None:
             self._pace.landed(plan, result)
         slots, epochs, tokens = plan.slots, plan.epochs, result.token_ids
@@ -539,9 +545,13 @@ class Scheduler:
         applied = AppliedStep(slots, epochs, tokens, rows)
         if has_drafts:
             kept = kept_tokens(plan, result, rows)
-            applied.token_ids, applied.samples, applied.num_tokens, applied.num_drafted = kept[:4]
-            self.stats.count_drafts(kept)
-            stopped, ended = append_kept(self.slots, slots, kept)
+            applied.token_ids, applied.samples, applied.num_tokens = kept[:3]
+            guessed = kept.guesses(self.slots.may_draft.take(slots))
+            if guessed.drafted.any():
+                applied.num_drafted = guessed.drafted
+            self.stats.count_drafts(guessed)
+            self.stats.num_forced_tokens += int((kept.counts - 1 - guessed.accepted).sum())
+            stopped, ended = append_kept(self.slots, slots, kept, guessed)
         else:
             if plan.num_drafts:
                 take_places_back(self.slots, slots, plan.num_draft_tokens[rows])
@@ -551,7 +561,8 @@ class Scheduler:
                 plan.step_id, slots, applied.num_tokens, self.slots.num_tokens[slots]
             )
         self.stats.generation_tokens += len(applied.token_ids)
-        endings = self.constraints.endings(self.slots, slots, tokens, stopped, ended)
+        landed = applied.token_ids, applied.num_tokens
+        endings = self.constraints.endings(self.slots, slots, *landed, stopped, ended)
         for i, (reason, error) in sorted(endings.items()):
             request = self._release_slot(int(slots[i]))
             token = int(tokens[i]) if stopped[i] else None
@@ -571,6 +582,7 @@ class Scheduler:
         late = plan.constrained[is_missing[plan.constrained]]
         if len(late):
             self._decode_step.forget()
+            self.slots.take_back(plan.slots[late], plan.num_draft_tokens[late])
             self.constraints.note_late(self.slots, plan.slots[late])
             self.stats.wasted_tokens += len(late)
             self.stats.num_late_masks += len(late)

@@ -62,7 +62,7 @@ class SlotTable:
         self.num_constrained = 0
         """Rows that have a grammar."""
         self.may_draft = np.zeros(max_num_seqs, np.bool_)
-        """Its tokens may be guessed."""
+        """Its tokens may be guessed. Without, only those that a grammar forces are drafts."""
         self.drafts: IntArray = np.zeros((2, max_num_seqs), np.int32)
         """The fields of each request's `DraftCounts`, counted when steps land."""
         self.has_edits = np.zeros(max_num_seqs, np.bool_)
@@ -164,11 +164,11 @@ class SlotTable:
         settled: IntArray = self.num_tokens.take(slots) - self.has_grammar.take(slots)
         return settled
 
-    def take_back(self, slots: IntArray) -> None:
-        """Uncount rows that sampled nothing in a landed step although planned to: their newest
-        token is computed again."""
-        self.num_pending[slots] -= 1
-        self.num_computed[slots] -= 1
+    def take_back(self, slots: IntArray, num_drafts: IntArray) -> None:
+        """Uncount rows that sampled nothing in a landed step although planned to, and the places
+        that they had for drafts: their newest token is computed again."""
+        self.num_pending[slots] -= 1 + num_drafts
+        self.num_computed[slots] -= 1 + num_drafts
 
     def request_at(self, slot: int) -> Request:
         request = self.requests[slot]

@@ -228,7 +228,13 @@ class Board:
         self.posted: list[tuple[int, int, list[int]]] = []
         self.withheld: list[int] = []
 
-    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
+    def post_masks(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.posted += zip(slots.tolist(), positions.tolist(), bits.tolist(), strict=True)
 
     def withhold_masks(self, slots: IntArray) -> None:

@@ -38,6 +38,7 @@ class Schedule:
 
     def __init__(self, seed: int, *, is_deep: bool = False) -> None:
         """is_deep: fewer and longer requests, so that the queue grows to its full length."""
+        self.seed = seed
         self.rng = rng = np.random.default_rng(seed)
         self.max_prompt = int(rng.choice([6, 20, 40]))
         self.max_tokens = 120 if is_deep else int(rng.choice([3, 12, 25]))
@@ -59,6 +60,7 @@ class Schedule:
             "policy": str(rng.choice(["fcfs", "priority"])),
             "run_ahead_ms": float(rng.choice([0.0, 20.0])),
             "windows": windows,
+            "most_forced": 0,
             "state_places": draw_state_places(np.random.default_rng([seed, 3])),
         }
         self.setting["num_drafts"] = int(np.random.default_rng([seed, 4]).choice([0, 1, 3, 6]))
@@ -212,7 +214,7 @@ class Schedule:
             cut = self.cuts.get(bearer)
             if bearer.reason is FinishReason.ABORT and cut in tokens:
                 # The reader saw it one step later at most: the abort wins over the next result.
-                most = 1 + self.setting.get("num_drafts", 0)
+                most = 1 + max(self.setting[name] for name in ("num_drafts", "most_forced"))
                 assert tokens.index(cut) >= len(tokens) - most, name
             return
         assert tokens == expected, name

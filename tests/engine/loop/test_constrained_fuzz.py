@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar, FakeMatcher, make_late
 from core_harness import Bearer
@@ -32,6 +33,10 @@ class ConstrainedSchedule(Schedule):
         # A recurrent device has no late masks, which most schedules are about.
         if self.setting["depth"] not in (2, 5):
             self.setting["state_places"] = 0
+        most = int(np.random.default_rng([self.seed, 11]).choice([0, 2, 5, 16, 16]))
+        if self.setting["state_places"]:
+            most = min(most, int(self.setting["num_drafts"]))
+        self.setting["most_forced"] = most
         driver = ConstrainedDriver(**self.setting)
         on_time, seed = float(self.rng.choice([0.5, 0.9, 1.0])), int(self.rng.integers(1000))
         if driver.executor.waits_for_masks:
@@ -42,7 +47,15 @@ class ConstrainedSchedule(Schedule):
         if self.rng.random() < 0.4:
             return super().submit(name, prompt, **params)
         length, modulus = int(self.rng.integers(1, 20)), int(self.rng.integers(1, 9))
-        return self.driver.constrain(name, prompt, FakeGrammar(length, modulus=modulus), **params)
+        grammar = FakeGrammar(length, modulus=modulus, forced=self.draw_forced(length))
+        return self.driver.constrain(name, prompt, grammar, **params)
+
+    def draw_forced(self, length: int) -> list[int]:
+        """Runs of forced tokens in the answer, of any lengths."""
+        rng = np.random.default_rng([self.seed, 12, len(self.driver.bearers)])
+        kinds = rng.random(length) < rng.choice([0.0, 0.2, 0.5, 1.0])
+        runs = np.repeat(kinds, rng.integers(1, 8, length))[:length]
+        return np.flatnonzero(runs).tolist()
 
     def is_complete(self, bearer: Bearer) -> bool:
         grammar = bearer.request.grammar
@@ -68,8 +81,9 @@ def test_random_schedules_with_grammars_give_what_each_request_gives_alone(first
         schedule.run()
         schedule.check()
         seen["late"] += schedule.driver.scheduler.stats.num_late_masks
+        seen["forced"] += schedule.driver.device.num_forced
         seen["constrained"] += sum(b.request.grammar is not None for b in schedule.driver.bearers)
-    assert seen["late"] > 0 and seen["constrained"] > 10
+    assert seen["late"] + seen["forced"] > 0 and seen["constrained"] > 10
 
 
 class Unreliable(FakeGrammar):
@@ -91,7 +105,7 @@ class UnreliableMatcher(FakeMatcher):
         self.grammar = grammar
 
     def fill(self, bits: IntArray) -> None:
-        if len(self.tokens) == self.grammar.num_masks:
+        if len(self.tokens) >= self.grammar.num_masks:
             raise RequestError("the grammar is too complex")
         super().fill(bits)
 
@@ -119,6 +133,7 @@ class UnreliableSchedule(ConstrainedSchedule):
             pace=int(rng.choice([1, 3, 50])),
             num_masks=int(rng.choice([0, 1, 4, 99, 99])),
         )
+        grammar.forced = frozenset(self.draw_forced(grammar.length))
         return self.driver.constrain(name, prompt, grammar, **params)
 
     def check_output(self, bearer: Bearer) -> None:
@@ -127,10 +142,14 @@ class UnreliableSchedule(ConstrainedSchedule):
             assert bearer.tokens == self.driver.reference(bearer)[: len(bearer.tokens)]
             assert bearer.ending is not None
             is_corrupt = isinstance(bearer.ending.error, CorruptedLogitsError)
-            assert is_corrupt or failed_steps or len(bearer.tokens) == grammar.num_masks
+            # Forced tokens before the mask that cannot be filled do not come either.
+            num_tokens, most = len(bearer.tokens), grammar.num_masks
+            is_due = num_tokens <= most if grammar.forced else num_tokens == most
+            assert is_corrupt or failed_steps or is_due
         else:
             super().check_output(bearer)
-            assert not isinstance(grammar, Unreliable) or len(bearer.tokens) <= grammar.num_masks
+            if isinstance(grammar, Unreliable) and not grammar.forced:
+                assert len(bearer.tokens) <= grammar.num_masks
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from constrained_harness import ConstrainedDriver, FakeGrammar
-from core_harness import CoreDriver
+from core_harness import Bearer, CoreDriver
 from scripted_device import next_token
 
 from termgen.vocabulary.events import RequestEvent, RequestEventKind
@@ -77,8 +78,8 @@ def test_a_device_may_compute_fewer_drafts_than_there_are_places(
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_rows_under_a_grammar_have_none(depth: int) -> None:
-    """The host masks one place of a row."""
+def test_rows_under_a_grammar_have_no_guesses(depth: int) -> None:
+    """The host masks one place of a row, and what is forced before it, which here is nothing."""
     driver = ConstrainedDriver(depth=depth, num_drafts=3)
     plain = driver.submit("plain", [1, 2, 3], max_tokens=30)
     bound = driver.constrain("bound", [4, 5], FakeGrammar(25), max_tokens=30)
@@ -237,3 +238,102 @@ def test_a_view_of_a_running_request_counts_its_drafts() -> None:
     assert counted == (stats.num_draft_tokens, stats.num_accepted_tokens)
     assert view.num_draft_tokens > view.num_accepted_tokens > 3
     assert (view.status, view.num_scheduled_tokens) == ("decode", 4), "its drafts are no prompt"
+
+
+RUNS = {2, 3, 4, 5, 6, 7, 12, 13, 14, 20, 21, 22, 23}
+"""Indices of forced tokens in an answer of 26."""
+
+
+def steps_of(driver: CoreDriver, bearer: Bearer) -> int:
+    """Steps that computed a row."""
+    slots = [slot for slot, _ in bearer.residencies]
+    return sum(bool(np.isin(plan.slots, slots).any()) for plan in driver.executor.plans)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_what_a_grammar_forces_takes_a_step_together(depth: int, num_drafts: int) -> None:
+    driver = ConstrainedDriver(depth=depth, num_drafts=num_drafts, most_forced=16)
+    bound = driver.constrain("bound", [4, 5], FakeGrammar(26, forced=RUNS), max_tokens=40)
+    driver.run()
+    assert bound.tokens == driver.reference(bound) and len(bound.tokens) == 26
+    # A step ahead knows what is forced behind a token that has landed: of each run one token is
+    # computed singly, and one more while another thread still looks for it.
+    saved = driver.device.num_forced
+    assert saved == len(RUNS) if depth == 1 else len(RUNS) - 6 <= saved <= len(RUNS) - 3
+    # And one behind the last token, which only the grammar knows to be that.
+    assert steps_of(driver, bound) == 26 - saved + (depth > 1)
+    stats = driver.scheduler.stats
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (0, 0, 0)
+    assert stats.num_forced_tokens == saved
+    assert bound.ending is not None and bound.ending.drafts == (0, 0)
+    driver.assert_drained()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_without_room_for_them_forced_tokens_come_one_by_one(depth: int) -> None:
+    driver = ConstrainedDriver(depth=depth, most_forced=0)
+    bound = driver.constrain("bound", [4, 5], FakeGrammar(26, forced=RUNS), max_tokens=40)
+    driver.run()
+    assert bound.tokens == driver.reference(bound)
+    assert steps_of(driver, bound) == 26 + (depth > 1)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("most_forced", [2, 5])
+def test_a_long_run_of_forced_tokens_takes_several_steps(depth: int, most_forced: int) -> None:
+    driver = ConstrainedDriver(depth=depth, most_forced=most_forced)
+    bound = driver.constrain("bound", [4], FakeGrammar(40, forced=range(1, 39)), max_tokens=60)
+    driver.run()
+    assert bound.tokens == driver.reference(bound)
+    saved = driver.device.num_forced
+    assert steps_of(driver, bound) == 40 - saved + (depth > 1)
+    # Each is computed with the token before it, and the one behind it, which is forced as well; a
+    # step ahead loses some.
+    lost = 1 if depth == 1 else 5
+    assert saved >= 38 * most_forced // (most_forced + lost) - lost
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("max_tokens", [5, 6, 7, 8, 9])
+def test_an_answer_ends_in_the_middle_of_what_is_forced(depth: int, max_tokens: int) -> None:
+    driver = ConstrainedDriver(depth=depth, most_forced=16)
+    grammar = FakeGrammar(26, forced=RUNS)
+    bound = driver.constrain("bound", [4, 5], grammar, max_tokens=max_tokens)
+    answer = driver.reference(driver.constrain("whole", [4, 5], grammar, max_tokens=26))
+    stop = answer[max_tokens - 1]
+    stopped = driver.constrain("stopped", [4, 5], grammar, stop_token_ids=(stop,), max_tokens=26)
+    driver.run()
+    assert bound.tokens == answer[:max_tokens] == driver.reference(bound)
+    assert stopped.tokens == driver.reference(stopped) and stopped.tokens[-1] == stop
+    driver.assert_drained()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_forced_tokens_and_guesses_share_steps(depth: int) -> None:
+    """Only guesses are counted as such."""
+    driver = ConstrainedDriver(depth=depth, num_drafts=3, most_forced=8)
+    plain = driver.submit("plain", [1, 2, 3], max_tokens=40)
+    bound = driver.constrain("bound", [4, 5], FakeGrammar(26, forced=RUNS), max_tokens=40)
+    driver.run()
+    for bearer in (plain, bound):
+        assert bearer.tokens == driver.reference(bearer) and bearer.ending is not None
+    assert driver.device.num_forced > 5
+    stats = driver.scheduler.stats
+    assert plain.ending is not None and bound.ending is not None
+    assert plain.ending.drafts == (stats.num_draft_tokens, stats.num_accepted_tokens)
+    assert stats.num_accepted_tokens > 0 and bound.ending.drafts == (0, 0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_preempted_row_goes_on_within_what_is_forced(depth: int) -> None:
+    """There are blocks for one whole answer and a half."""
+    settings = {"num_blocks": 1 + 60, "block_size": 1, "max_model_len": 42}
+    driver = ConstrainedDriver(depth=depth, most_forced=4, **settings)
+    grammar = FakeGrammar(38, forced={*range(2, 36)} - {9, 19, 29})
+    bearers = [driver.constrain(name, [i, 1], grammar) for i, name in enumerate("ab")]
+    driver.run()
+    assert driver.scheduler.stats.num_preemptions > 0 and driver.device.num_forced > 20
+    for bearer in bearers:
+        assert bearer.tokens == driver.reference(bearer) and len(bearer.tokens) == 38
+    driver.assert_drained()

@@ -50,8 +50,7 @@ def test_parameters_that_leave_the_grammar_nothing_are_the_requests_fault() -> N
 def test_a_least_length_that_the_grammar_ends_before_is_the_requests_fault() -> None:
     """The mask only has the end token, which min_tokens forbids: the device sampled another one."""
     request = make_request("r", [1, 2], min_tokens=3, max_tokens=9)
-    only_end, drawn = np.asarray([1 << 5], np.int32), 7
-    fault = fault_of(request, np.asarray([6, 6, drawn], np.int32), only_end)
+    fault = fault_of(request, np.asarray([6, 6, 7], np.int32), is_allowed=False)
     assert fault is not None and fault.param == "min_tokens" and "token 3" in str(fault)
-    assert fault_of(request, np.asarray([6, 6, 6, drawn], np.int32), only_end) is None
-    assert fault_of(request, np.asarray([6, 6, 5], np.int32), only_end) is None
+    assert fault_of(request, np.asarray([6, 6, 6, 7], np.int32), is_allowed=False) is None
+    assert fault_of(request, np.asarray([6, 6, 5], np.int32), is_allowed=True) is None

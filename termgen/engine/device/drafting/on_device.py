@@ -21,6 +21,8 @@ CHOSEN_FOR = 8
 than all else that it does for such a step."""
 TOKEN_SHARE = 0.01
 """See `payoff.TOKEN_SHARE`: of a device that waits for its memory."""
+CERTAIN = 0.9999
+"""Share of a row's drafts that stay, where a grammar forces them."""
 LEAST_GAIN = 1.05
 """Tokens for their time that drafts must promise, with none as the measure: what is known of a
 row's drafts is never quite that they are useless, and the time of a step never quite its time."""
@@ -66,6 +68,8 @@ class DeviceDrafter:
             if not self._payoff.has_seen_like(rows * (1 + k)):
                 return DraftChoice(k, self.num_tokens, DraftReason.UNTRIED)
         share = self._payoff.share_right(plan.slots, self._kinds[plan.slots])
+        if plan.constrained is not None:
+            share[plan.constrained] = CERTAIN
         sizes = np.asarray([1, *(1 + k for k in lengths)])
         best, most = 0, 0.0
         rates, kept_shares = {}, {}
@@ -93,7 +97,10 @@ class DeviceDrafter:
         if not plan.is_decode:
             return
         places = plan.num_draft_tokens
-        rows = np.flatnonzero(result.num_sampled > 0)
+        is_guessed = result.num_sampled > 0
+        if plan.constrained is not None:
+            is_guessed[plan.constrained] = False
+        rows = np.flatnonzero(is_guessed)
         kept = result.num_sampled[rows] - 1
         self._payoff.note_rows(plan.slots[rows], places[rows], kept)
         size = plan.num_rows * (1 + int(places.max())) if plan.num_drafts else plan.num_rows

@@ -19,7 +19,8 @@ from termgen.vocabulary.step import StepPlan, StepResult
 
 
 class PayingDrafter:
-    """Learns from steps. Rows under a grammar get no drafts: the host masks one place of a row."""
+    """Learns from steps. Rows under a grammar get no guesses: the host masks one place of a row,
+    and what is forced before it."""
 
     model: DraftModel | None = None
     lengths: Sequence[int] = ()
@@ -62,14 +63,15 @@ class PayingDrafter:
         slots, is_over = plan.slots, state.finished.numpy()[plan.slots]
         gained = lengths[slots] - self._lengths[slots]
         self._lengths[slots] = lengths[slots]
-        for row in np.flatnonzero((gained > 0) & ~is_over).tolist():
+        is_bound = state.edit_kinds.numpy()[slots] & HAS_GRAMMAR > 0
+        goes_on = (gained > 0) & ~is_over & ~is_bound
+        for row in np.flatnonzero(goes_on).tolist():
             slot, num_drafts = int(slots[row]), int(plan.num_draft_tokens[row])
             kind = int(self._kinds[slot])
             self._payoff.note_row(slot, num_drafts, int(gained[row]) - 1, kind)
         if plan.is_decode:
             self._payoff.note_step(plan.total_tokens, took_ns)
-        kinds = state.edit_kinds.numpy()[slots] & HAS_GRAMMAR
-        return slots[(gained > 0) & ~is_over & (kinds == 0)], int((~is_over).sum())
+        return slots[goes_on], int((~is_over).sum())
 
 
 class ModelDrafter(PayingDrafter):

@@ -141,8 +141,7 @@ class RecordedOutput:
             num_sampled, tokens = by_row(plan, is_sampled), tokens[is_sampled]
         choice = launch.draft_choice
         if choice is not None:
-            num_drafts = int(plan.num_draft_tokens.max()) if plan.num_drafts else 0
-            choice = choice.as_ran(num_drafts)
+            choice = choice.as_ran(plan.most_guesses)
         result = StepResult(
             step_id=plan.step_id,
             num_sampled=num_sampled,

@@ -174,13 +174,14 @@ def _build_runner(
         )
         head = _load_drafter(config, path, drafts, model, attention, shape, make_part)
     memory.weights, memory.reads = weight_bytes(model), weight_reads(model, device)
-    drafter = None
-    if drafts is not None:
-        assert shape.block_size is not None
-        block_size = shape.block_size
-        drafter = make_drafter(
-            drafts, head, attention, limits, block_size=block_size, device=device
-        )
+    assert shape.block_size is not None
+    is_recurrent, block_size = recurrent is not None, shape.block_size
+    drafter = make_drafter(
+        *(drafts, head, attention, limits),
+        block_size=block_size,
+        device=device,
+        is_recurrent=is_recurrent,
+    )
     if head is not None:
         memory.weights += weight_bytes(head)
     with memory.making("workspace"):
@@ -355,6 +356,7 @@ def _describe(
         num_cores=len(resolve.usable_cpus()),
         quantization=quantization,
         num_drafts=0 if drafter is None else drafter.num_tokens,
+        most_forced=0 if runner.drafts is None else runner.drafts.most_forced,
         num_drafts_ahead=0 if drafter is None or drafter.model is None else drafter.model.num_ahead,
     )
 

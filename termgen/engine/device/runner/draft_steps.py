@@ -19,6 +19,7 @@ from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.engine.device.sampling.token_ring import TokenRing
 from termgen.vocabulary.step import SamplingNeeds, StepPlan
+from termgen.vocabulary.token_mask import MOST_FORCED
 
 if TYPE_CHECKING:
     from termgen.engine.device.kernels.sampling.fused import FusedSampler
@@ -32,8 +33,14 @@ class DraftSteps:
     each of its rows has places for as many.
     """
 
-    def __init__(self, drafter: Drafter, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, drafter: Drafter, max_num_batched_tokens: int, *, is_recurrent: bool = False
+    ) -> None:
+        """is_recurrent: a state can go back over no more tokens than the drafter guesses."""
         self.drafter = drafter
+        is_fixed = is_recurrent or bool(drafter.lengths)
+        self.most_forced = drafter.num_tokens if is_fixed else MOST_FORCED
+        """Tokens that a grammar forces, of a row in a step, at most."""
         self.most_even_tokens = 0
         """Tokens of the largest step that is even; 0 if none is."""
         if drafter.lengths:
@@ -59,13 +66,17 @@ class DraftSteps:
         """Samples of the largest step."""
         if self.most_even_tokens:
             return max(num_rows, self.most_even_tokens)
-        return num_rows * (1 + self.drafter.num_tokens)
+        return num_rows * (1 + max(self.drafter.num_tokens, self.most_forced))
 
     def is_even(self, plan: StepPlan) -> bool:
         return bool(self.most_even_tokens and plan.num_drafts)
 
     def cut(self, plan: StepPlan, state: RequestState, graphs: FullGraphs) -> StepPlan:
         """The plan with the drafts that its rows are to compute."""
+        if plan.constrained is not None and self.most_forced:
+            places = plan.num_draft_tokens[plan.constrained]
+            rows = plan.constrained[places > 0]
+            state.masks.take_forced(plan.slots[rows], places[places > 0], state)
         lengths: Sequence[int] = ()
         if self.most_even_tokens and plan.is_decode:
             most = self.most_even_tokens // plan.num_rows - 1
@@ -189,7 +200,7 @@ def sample_even(
 
     slots, num_tokens, queries = batch.slots, batch.num_tokens, 1 + num_drafts
     if needs.grammar:
-        num_tokens = state.await_masks(slots, num_tokens)
+        num_tokens = state.await_masks(slots, num_tokens, is_even=True)
     ids, _ = sampler(logits, slots, num_tokens, state, needs, ring, num_samples=queries)
     counts = not needs.is_plain  # which compiles fewer kernels than all cases
     keep_drawn(slots, num_tokens, ids, state, num_queries=queries, has_penalties=counts, ring=ring)

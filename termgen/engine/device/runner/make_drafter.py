@@ -23,6 +23,7 @@ from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.drafting.assistant_drafts import AssistantDrafts
 from termgen.engine.device.drafting.base import Drafter, DraftModel
 from termgen.engine.device.drafting.block_drafts import BlockDrafts
+from termgen.engine.device.drafting.forced import NoGuesses
 from termgen.engine.device.drafting.head_drafts import HeadDrafts
 from termgen.engine.device.drafting.ngram import NgramDrafter
 from termgen.engine.device.drafting.on_device import DeviceDrafter
@@ -197,15 +198,20 @@ def load_head(
 
 
 def make_drafter(
-    wanted: WantedDrafts,
+    wanted: WantedDrafts | None,
     head: LoadedHead | CausalDecoder | None,
     attention: GroupedAttention,
     limits: resolve.Limits,
     *,
     block_size: int,
     device: torch.device,
-) -> Drafter:
-    """head: loaded, for a method that has one."""
+    is_recurrent: bool = False,
+) -> Drafter | None:
+    """head: loaded, for a method that has one. Without any, tokens that a grammar forces are drafts
+    still where a step may have any number of a row's tokens, and no state keeps what it has taken
+    up."""
+    if wanted is None:
+        return NoGuesses() if device.type == "cpu" and not is_recurrent else None
     settings, num_slots = wanted.settings, limits.max_num_seqs
     ends = {"shortest": settings.prompt_lookup_min, "longest": settings.prompt_lookup_max}
     model: DraftModel

@@ -127,7 +127,11 @@ class ModelRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.debug = debug
-        self.drafts = None if drafter is None else DraftSteps(drafter, max_num_batched_tokens)
+        self.recurrent = model.recurrent if isinstance(model, CausalDecoder) else None
+        self.drafts = None
+        if drafter is not None:
+            is_recurrent = self.recurrent is not None
+            self.drafts = DraftSteps(drafter, max_num_batched_tokens, is_recurrent=is_recurrent)
         self.sampler = Sampler()
         self.fused_sampler: FusedSampler | None = None
         self._gather = gather_logprobs
@@ -135,7 +139,6 @@ class ModelRunner:
             most_even = 0 if self.drafts is None else self.drafts.most_even_tokens
             self.use_fused_sampler(max(max_num_seqs, most_even))
         self.kv_caches: list[torch.Tensor] = []
-        self.recurrent = model.recurrent if isinstance(model, CausalDecoder) else None
         self.placement: Placement | None = None
         """Where a mixture's experts are, if the CPU computes some of them."""
         self.states: list[GatedDeltaState] = []
@@ -348,8 +351,10 @@ class ModelRunner:
         num_drafted = on_landing = choice = None
         if self.drafts is not None:
             if plan.num_drafts:
+                has_guesses = plan.most_guesses > 0
                 plan = self.drafts.cut(plan, self.state, self.graphs)
-                num_drafted, choice = plan.num_draft_tokens, self.drafts.drafter.choice
+                num_drafted = plan.num_draft_tokens
+                choice = self.drafts.drafter.choice if has_guesses else None
             on_landing = partial(self.drafts.drafter.landed, plan)
         if self.states:
             self._copy_states(plan)

@@ -119,15 +119,17 @@ class RequestState:
             where, blocks = both[: 2 * len(places)].view(torch.int64), both[2 * len(places) :]
             self.block_tables.view(-1).index_copy_(0, where, blocks)
 
-    def await_masks(self, slots: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+    def await_masks(
+        self, slots: torch.Tensor, num_tokens: torch.Tensor, *, is_even: bool = False
+    ) -> torch.Tensor:
         """Wait for the masks of a step's rows; see `PostedMasks.wait_on_host`."""
         if not self.masks.is_awaited:
             return num_tokens
         if self.device.type == "cpu":
-            return self.masks.wait_on_host(slots, num_tokens, self)
+            return self.masks.wait_on_host(slots, num_tokens, self, is_even=is_even)
         from termgen.engine.device.kernels.sampling.await_masks import await_masks
 
-        return await_masks(slots, num_tokens, self)
+        return await_masks(slots, num_tokens, self, is_even=is_even)
 
     def sampling_metadata(
         self,
@@ -162,7 +164,7 @@ class RequestState:
             suppress_stop=suppress_stop,
             needs=needs,
             edit=partial(self._edit_logits, slots, positions) if needs.edits else None,
-            token_masks=self.masks.of(slots, self.edit_kinds) if needs.grammar else None,
+            token_masks=self.masks.of(slots, self.edit_kinds, positions) if needs.grammar else None,
             may_hide=suppress_stop | (self.edit_kinds[slots] & HAS_EDITS > 0),
         )
 

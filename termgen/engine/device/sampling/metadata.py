@@ -74,18 +74,29 @@ class TokenMasks:
     slots: torch.Tensor  # [B] int64
     has_grammar: torch.Tensor  # [R] bool
     bits: torch.Tensor  # [R, W] int32
+    forced: torch.Tensor | None = None  # [B] int32 the only token allowed, -1: what the bits allow
 
 
 def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
     """-inf where a constrained row's mask has no bit; a new tensor. logits [B, V]."""
     has_grammar = masks.has_grammar[masks.slots]
+    forced = masks.forced
+    if forced is None:
+        forced = torch.full_like(masks.slots, -1)
+    is_forced = has_grammar & (forced >= 0)
     if logits.device.type != "cpu":
         allowed = _allowed(masks.bits[masks.slots], logits.shape[1])
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        allowed = torch.where(is_forced[:, None], ids == forced[:, None], allowed)
         return logits.masked_fill(~allowed & has_grammar[:, None], -torch.inf)
-    rows = has_grammar.nonzero()[:, 0]  # which on CUDA would wait for the device
+    rows = (has_grammar & ~is_forced).nonzero()[:, 0]  # which on CUDA would wait for the device
     masked = logits.clone()
     allowed = _allowed(masks.bits[masks.slots[rows]], logits.shape[1])
     masked[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+    rows = is_forced.nonzero()[:, 0]
+    ids = forced[rows].long()
+    masked[rows] = -torch.inf
+    masked[rows, ids] = logits[rows, ids]
     return masked
 
 

@@ -266,7 +266,7 @@ def test_without_being_asked_a_models_own_layer_drafts(
     assert run(engine) == expected
     assert len(drafts) > 20
     for options in ({"load_format": "dummy"}, {"speculative_config": "none"}):
-        assert runner_of(engines(folder, **UNASKED | options)).drafts is None
+        assert runner_of(engines(folder, **UNASKED | options)).drafts.drafter.model is None
 
 
 @pytest.mark.parametrize("change", [*CHANGES])
@@ -279,7 +279,7 @@ def test_a_layer_that_was_not_asked_for_and_cannot_be_loaded_is_left_out(
 ) -> None:
     whole, expected = target(FAMILIES[0])
     engine = engines(broken(whole, tmp_path / "broken", change), **UNASKED)
-    assert runner_of(engine).drafts is None
+    assert runner_of(engine).drafts.drafter.model is None
     assert run(engine) == expected
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == len(CHANGES[change])

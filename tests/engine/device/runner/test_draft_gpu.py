@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from constrained_harness import FakeGrammar
 from drafted_runs import engine_of, prompts, run, runner_of
 from tiny_assistant import make_assistant
 from tiny_dflash import make_dflash, target_of_few
@@ -58,7 +59,9 @@ def make_engine(folder: Path, mode: str, drafts: str | None, blocks: int) -> Syn
     )
 
 
-def generate(engine: SyncEngine, seed: int) -> tuple[dict[str, list[int]], list[StepRecord]]:
+def generate(
+    engine: SyncEngine, seed: int, *, with_grammars: bool = False
+) -> tuple[dict[str, list[int]], list[StepRecord]]:
     rng = np.random.default_rng(seed)
     events = engine.core.bus.subscribe()
     outputs: dict[str, list[int]] = {}
@@ -67,8 +70,14 @@ def generate(engine: SyncEngine, seed: int) -> tuple[dict[str, list[int]], list[
             max_tokens=int(rng.integers(3, 90)), seed=i, ignore_eos=True, **KINDS[i % len(KINDS)]
         )
         prompt = np.tile(rng.integers(3, 500, int(rng.integers(2, 40))), 2).tolist()
+        grammar = None
+        if with_grammars and i % 3 == 0:
+            forced = {run + k for run in rng.integers(0, 40, 3).tolist() for k in range(9)}
+            grammar = FakeGrammar(45, vocab=512, modulus=40 + i, forced=forced)
         engine.add(
-            GenerationRequest(request_id=str(i), prompt_token_ids=tuple(prompt), params=params)
+            GenerationRequest(
+                request_id=str(i), prompt_token_ids=tuple(prompt), params=params, grammar=grammar
+            )
         )
         for _ in range(int(rng.integers(0, 4))):
             step(engine, outputs)
@@ -102,6 +111,30 @@ def test_the_text_is_the_same(mode: str, family: str, tiny_model_dir: Callable[.
     assert stats.num_accepted_tokens > (1 if "qwen3_5" in family else 8) and stats.num_preemptions
     drafted = [s for s in steps if s.num_sampled_tokens > s.num_decode_rows + s.num_prefill_rows]
     assert {s.graph_mode for s in drafted} == {"NONE" if mode == "none" else "FULL"}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_what_grammars_force_is_part_of_steps_with_drafts(
+    mode: str, family: str, tiny_model_dir: Callable[..., Path]
+) -> None:
+    """The first steps of each size try how long they take with drafts and without, so some have
+    forced ones whatever pays."""
+    seed = 11
+    print("seed", seed)
+    folder = tiny_model_dir(family)
+    plain = make_engine(folder, mode, None, 60)
+    expected, _ = generate(plain, seed, with_grammars=True)
+    assert not plain.core.scheduler.stats.num_forced_tokens
+    plain.shutdown()
+    wanted = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}'
+    engine = make_engine(folder, mode, wanted, 60)
+    found, steps = generate(engine, seed, with_grammars=True)
+    stats = engine.core.scheduler.stats
+    engine.shutdown()
+    assert found == expected
+    assert stats.num_forced_tokens > 3
+    assert mode == "none" or steps[-1].num_late_compiles == 0
 
 
 def head_of(method: str, tiny_model_dir: Callable[..., Path], tmp_path: Path) -> tuple[Path, str]:

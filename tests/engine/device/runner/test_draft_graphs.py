@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from constrained_harness import FakeGrammar
 from mixed_load import check_scheduler
 from triton_device import require_triton
 
@@ -40,6 +41,14 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logit_bias": {7: 1.0}, "logprobs": 0},
     {"temperature": 0.0, "allowed_token_ids": range(3, 9)},
 ]
+BOUND: list[dict[str, Any]] = [
+    {"temperature": 0.9},
+    {"temperature": 0.7, "frequency_penalty": 0.3, "logprobs": 2},
+    {"temperature": 0.0, "min_tokens": 9, "logit_bias": {7: 1.0}},
+]
+"""Parameters of requests under a grammar."""
+RUNS = {*range(2, 9), 11, *range(14, 16), *range(20, 32)}
+"""Indices of the tokens that it forces."""
 
 
 class AlwaysDrafter(DeviceDrafter):
@@ -98,15 +107,30 @@ def make_engine(
     return engine
 
 
-def generate(engine: SyncEngine) -> tuple[dict[str, list[Any]], list[StepRecord]]:
+def force(engine: SyncEngine, most: int) -> None:
+    """Have at most so many tokens that a grammar forces in a row's step."""
+    constraints = engine.core.scheduler.constraints
+    constraints.most_forced = constraints._filler.most_forced = most
+
+
+def generate(
+    engine: SyncEngine, *, with_grammars: bool = False
+) -> tuple[dict[str, list[Any]], list[StepRecord]]:
     """The tokens of each request with ranks and likeliest tokens; and the steps."""
     events = engine.core.bus.subscribe()
     rng = np.random.default_rng(4)
     outputs: dict[str, list[Any]] = {}
-    for i, kind in enumerate(KINDS):
-        params = SamplingParams(max_tokens=20 + 7 * i, seed=i, ignore_eos=i % 2 == 0, **kind)
+    for i, kind in enumerate([*KINDS, *BOUND] if with_grammars else KINDS):
+        params = SamplingParams(max_tokens=20 + 7 * (i % 7), seed=i, ignore_eos=i % 2 == 0, **kind)
         prompt = tuple(np.tile(rng.integers(3, 500, 5 + i), 2).tolist())
-        engine.add(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=params))
+        grammar = None
+        if kind in BOUND:
+            grammar = FakeGrammar(27 + i, vocab=512, modulus=40 + i, forced=RUNS)
+        engine.add(
+            GenerationRequest(
+                request_id=str(i), prompt_token_ids=prompt, params=params, grammar=grammar
+            )
+        )
     while engine.has_unfinished:
         deltas = engine.step()
         check_scheduler(engine.core.scheduler)
@@ -140,3 +164,25 @@ def test_steps_with_drafts_give_the_tokens_of_those_without(
         True,
         False,
     }
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("drafts", "recorded"), [("torch", True), ("torch", False), ("kernels", True)]
+)
+def test_what_grammars_force_is_part_of_steps_with_drafts(
+    tiny_model_dir: Callable[..., Path], drafts: str, recorded: bool, asynchronous: bool
+) -> None:
+    folder = tiny_model_dir("llama")
+    plain = make_engine(folder)
+    force(plain, 0)
+    expected, _ = generate(plain, with_grammars=True)
+    engine = make_engine(folder, drafts=drafts, asynchronous=asynchronous, recorded=recorded)
+    force(engine, NUM_DRAFTS)
+    found, steps = generate(engine, with_grammars=True)
+    assert found == expected
+    stats = engine.core.scheduler.stats
+    assert stats.num_forced_tokens > 10 and stats.num_accepted_tokens > 30
+    drafted = [s for s in steps if not s.num_prefill_rows]
+    modes = {s.graph_mode for s in drafted if s.num_sampled_tokens > s.num_decode_rows}
+    assert modes == ({"FULL"} if recorded else {"NONE"})

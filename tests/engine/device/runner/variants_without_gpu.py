@@ -85,6 +85,9 @@ class AnyToken:
     def accept(self, token_id: int) -> bool:
         return True
 
+    def take_forced(self, most: int) -> list[int]:
+        return []
+
     @staticmethod
     def fill_all(
         matchers: Sequence[Any], bits: IntArray, *, in_this_thread: bool
@@ -179,8 +182,14 @@ class PlanExecutor:
 
     waits_for_masks = False
 
-    def post_masks(self, slots: IntArray, positions: IntArray, bits: IntArray) -> None:
-        self._runner.state.masks.post(slots, positions, bits)
+    def post_masks(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self._runner.state.masks.post(slots, positions, bits, forced)
 
     def withhold_masks(self, slots: IntArray) -> None:
         self._runner.state.masks.withhold(slots)

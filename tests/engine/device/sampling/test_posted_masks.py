@@ -167,7 +167,7 @@ def test_where_no_token_may_be_computed_twice_masks_are_there_first() -> None:
     bits = np.full((1, -(-VOCAB // 32)), 5, np.int32)
     state.masks.post(np.asarray([0]), np.asarray([9]), bits)
     state.masks.upload(np.asarray([0], np.int32))
-    masks = state.masks.of(slots, state.edit_kinds[slots])
+    masks = state.masks.of(slots, state.edit_kinds[slots], state.total_len[slots])
     assert masks.bits[0].tolist() == [5, 5, 5] and not masks.bits[1].any()
 
 
@@ -177,4 +177,71 @@ def test_masks_that_no_step_waits_for_lie_on_the_device(by_kernels: bool) -> Non
         3, VOCAB, torch.device("meta"), by_kernels=by_kernels, may_be_late=False
     )
     assert not masks.is_awaited
-    assert masks.bits.device.type == "meta" and masks.positions.device.type == "cpu"
+    read = (masks.bits, masks.positions, masks.forced)
+    assert {tensor.device.type for tensor in read} == {"meta"}
+
+
+@ways
+def test_what_is_posted_behind_forced_tokens_is_for_all_their_places(by_kernel: bool) -> None:
+    state = make_state(4, VOCAB, "cpu")
+    rows = make_rows(state, (True, True))
+    post_mask(state, rows[0], [5], forced=(7, 8, 9))
+    for _ in range(4):
+        assert await_masks(state, by_kernel, 0, 1) == [1, 0, 0]
+        state.total_len[0] += 1
+        state.num_computed[0] += 1
+    assert await_masks(state, by_kernel, 0, 1) == [0, 0, 0]
+    state.total_len[0] -= 5
+    state.num_computed[0] -= 5
+    assert await_masks(state, by_kernel, 0, 1) == [0, 0, 0]
+
+
+@ways
+@pytest.mark.parametrize("is_even", [False, True])
+def test_a_row_with_drafts_needs_masks_for_all_its_samples(by_kernel: bool, is_even: bool) -> None:
+    """In an even step there are places for four drafts; a row has as many as its state says."""
+    state = make_state(4, VOCAB, "cpu")
+    rows = make_rows(state, (True, True, True))
+    for row, num_drafts in zip(rows, (3, 4, 2), strict=True):
+        post_mask(state, row, [5], forced=(7, 8, 9))
+        state.num_drafts[row.slot] = num_drafts
+    slots, counts = batch(state, 0, 1, 2)
+    counts[:3] = 5 if is_even else state.num_drafts[:3] + 1
+    if by_kernel:
+        from termgen.engine.device.kernels.sampling.await_masks import await_masks
+
+        found = await_masks(slots, counts, state, is_even=is_even)
+    else:
+        found = state.masks.wait_on_host(slots, counts, state, is_even=is_even)
+    assert found.tolist() == ([5, 0, 5, 0] if is_even else [4, 4, 3, 0])
+
+
+def test_forced_tokens_become_the_drafts_of_the_places_they_are_for() -> None:
+    state = make_state(8, VOCAB, "cpu")
+    rows = make_rows(state, (True,) * 6)
+    lengths = [len(row.token_ids) for row in rows]
+    for row in rows[:5]:
+        post_mask(state, row, [5], forced=(7, 8, 9))
+    state.masks.withhold(np.asarray([4]))
+    state.total_len[1] += 1  # a token of them is in flight
+    state.total_len[2] += 4  # and all, with the one behind
+    state.total_len[3] -= 1  # the posted ones are for later
+    state.num_drafts.fill_(5)
+    before = state.token_ids.clone()
+    slots = np.arange(6, dtype=np.int32)
+    state.masks.take_forced(slots, np.asarray([2, 9, 9, 9, 9, 9], np.int32), state)
+    assert state.num_drafts[:6].tolist() == [2, 2, 0, 0, 0, 0]
+    before[0, lengths[0] : lengths[0] + 2] = torch.tensor([7, 8])
+    before[1, lengths[1] + 1 : lengths[1] + 3] = torch.tensor([8, 9])
+    assert torch.equal(state.token_ids, before)
+
+
+def test_forced_tokens_at_the_end_of_the_context_write_nothing_else() -> None:
+    state = make_state(4, VOCAB, "cpu")
+    (row,) = make_rows(state, (True,))
+    state.total_len[0] = end = state.token_ids.shape[1] - 2
+    state.masks.post(
+        np.asarray([0]), np.asarray([end]), np.ones((1, 3), np.int32), [tuple(range(40, 50))]
+    )
+    state.masks.take_forced(np.asarray([row.slot]), np.asarray([2]), state)
+    assert state.num_drafts[0] == 2 and state.token_ids[0, -2:].tolist() == [40, 41]

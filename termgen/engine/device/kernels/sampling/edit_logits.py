@@ -1,14 +1,14 @@
 """Changes to the logits before sampling, by a request or its grammar.
 
-The mask of a grammar, allowed ids, a bias, bad words, stop tokens before `min_tokens` and penalties
-in one kernel, which reads the tables of the rows' slots. It leaves the logits as they are, for
-log-probabilities, and writes float32 to a buffer: only the rows that `is_edited`, so that sampling
-reads a row from one of the two. A program takes a part of a row: at first all of its logits, with
-what is known of each by its place in a table; then, a barrier later each, the few ids of lists that
-fall into its part, for which it computes the same again with their bias, or the lowest logit. It is
-recorded in graphs: what a row asks for is device memory, and the programs of a row that asks for
-nothing end at once. Where a slot has several rows, one behind each of its drafts, a row counts the
-drafts before it as the slot's tokens.
+The mask of a grammar, or the token that it forces, allowed ids, a bias, bad words, stop tokens
+before `min_tokens` and penalties in one kernel, which reads the tables of the rows' slots. It
+leaves the logits as they are, for log-probabilities, and writes float32 to a buffer: only the rows
+that `is_edited`, so that sampling reads a row from one of the two. A program takes a part of a row:
+at first all of its logits, with what is known of each by its place in a table; then, a barrier
+later each, the few ids of lists that fall into its part, for which it computes the same again with
+their bias, or the lowest logit. It is recorded in graphs: what a row asks for is device memory, and
+the programs of a row that asks for nothing end at once. Where a slot has several rows, one behind
+each of its drafts, a row counts the drafts before it as the slot's tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from termgen.engine.device.sampling.metadata import (
     HAS_GRAMMAR,
     HAS_PENALTIES,
 )
+from termgen.engine.device.sampling.posted_masks import FORCED_SHIFT, MASKED
 
 if TYPE_CHECKING:
     from termgen.engine.device.sampling.logit_edits import LogitEditTables
@@ -40,6 +41,8 @@ _HAS_PENALTIES = tl.constexpr(HAS_PENALTIES)
 _HAS_EDITS = tl.constexpr(HAS_EDITS)
 _HAS_GRAMMAR = tl.constexpr(HAS_GRAMMAR)
 _COUNT_MASK = tl.constexpr(COUNT_MASK)
+_FORCED_SHIFT = tl.constexpr(FORCED_SHIFT)
+_MASKED = tl.constexpr(MASKED)
 _PROGRAMS_PER_SM = 4
 
 
@@ -111,17 +114,30 @@ def _is_allowed(bits_ptr, ids, mask):
 
 
 @triton.jit
-def _fits(masks_ptr, ids, mask):
-    words = tl.load(masks_ptr + ids // 32, mask=mask, other=0)
-    return ((words >> (ids % 32)) & 1) != 0
+def _fits(masks_ptr, ids, mask, forced):
+    """True for ids that a grammar allows. forced: see `_forced_token`."""
+    words = tl.load(masks_ptr + ids // 32, mask=mask & (forced < 0), other=0)
+    return tl.where(forced < 0, ((words >> (ids % 32)) & 1) != 0, ids == forced)
 
 
 @triton.jit
-def _fits_block(masks_ptr, block, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _fits_block(masks_ptr, block, forced, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr):
     """The same of all ids of a block, [BLOCK]. Reads each word once: it may be the host's."""
     word_ids = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    words = tl.load(masks_ptr + word_ids, mask=word_ids < NUM_WORDS, other=0)
-    return tl.reshape(((words[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0, [BLOCK])
+    words = tl.load(masks_ptr + word_ids, mask=(word_ids < NUM_WORDS) & (forced < 0), other=0)
+    bits = tl.reshape(((words[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0, [BLOCK])
+    return tl.where(forced < 0, bits, block * BLOCK + tl.arange(0, BLOCK) == forced)
+
+
+@triton.jit
+def _forced_token(has_grammar, slot, position, positions_ptr, forced_ptr, MOST: tl.constexpr):
+    """The only token that a row's grammar allows at this position; -1: those that the bits of its
+    mask say, which is for a position behind such tokens."""
+    posted = tl.load(positions_ptr + slot, mask=has_grammar, other=-1)
+    count = posted >> _FORCED_SHIFT  # negative where nothing is posted
+    place = position - ((posted & _MASKED) - count)
+    is_forced = (place >= 0) & (place < count)
+    return tl.load(forced_ptr + slot * MOST + place, mask=is_forced, other=-1)
 
 
 @triton.jit(do_not_specialize=["num_blocks_each"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -145,6 +161,8 @@ def _edit_kernel(
     biases_ptr,
     bad_words_ptr,
     masks_ptr,
+    mask_positions_ptr,
+    forced_ptr,
     logits_stride,
     num_blocks_each,
     VOCAB_SIZE: tl.constexpr,
@@ -156,6 +174,7 @@ def _edit_kernel(
     MAX_BIASES: tl.constexpr,
     MAX_WORDS: tl.constexpr,
     LENGTH: tl.constexpr,
+    MOST_FORCED: tl.constexpr,
     SAMPLES: tl.constexpr,
     BLOCK: tl.constexpr,
     BIASES: tl.constexpr,
@@ -183,6 +202,9 @@ def _edit_kernel(
     packed_ptr = token_counts_ptr + slot * VOCAB_SIZE
     bits_ptr = allowed_bits_ptr + slot * NUM_BYTES
     has_grammar = (kinds & _HAS_GRAMMAR) != 0
+    forced = _forced_token(
+        has_grammar, slot, total + place, mask_positions_ptr, forced_ptr, MOST_FORCED
+    )
     masks_ptr += slot * NUM_WORDS
     first = tl.program_id(1) * num_blocks_each
     last = tl.minimum(first + num_blocks_each, tl.cdiv(VOCAB_SIZE, BLOCK))
@@ -192,9 +214,8 @@ def _edit_kernel(
         inside = ids < VOCAB_SIZE
         logits = tl.load(row_ptr + ids, mask=inside, other=0.0).to(tl.float32)
         if has_grammar:
-            logits = tl.where(
-                _fits_block(masks_ptr, block, NUM_WORDS, BLOCK), logits, float("-inf")
-            )
+            fits = _fits_block(masks_ptr, block, forced, NUM_WORDS, BLOCK)
+            logits = tl.where(fits, logits, float("-inf"))
         if is_limited:
             logits = tl.where(_is_allowed(bits_ptr, ids, inside), logits, float("-inf"))
         if has_penalties:
@@ -213,7 +234,7 @@ def _edit_kernel(
             logits = tl.load(row_ptr + ids, mask=mine, other=0.0).to(tl.float32)
             logits = tl.where(_is_allowed(bits_ptr, ids, mine), logits, float("-inf"))
             if has_grammar:
-                logits = tl.where(_fits(masks_ptr, ids, mine), logits, float("-inf"))
+                logits = tl.where(_fits(masks_ptr, ids, mine, forced), logits, float("-inf"))
             logits += tl.load(biases_ptr + at, mask=mine, other=0.0)
             if has_penalties:
                 packed = _load_counts(packed_ptr, ids, mine, drafts_ptr, num_drafts, SAMPLES)
@@ -242,7 +263,7 @@ def _edit_kernel(
             logits = tl.load(row_ptr + ids, mask=is_written, other=0.0).to(tl.float32)
             logits = tl.where(_is_allowed(bits_ptr, ids, is_written), logits, float("-inf"))
             if has_grammar:
-                logits = tl.where(_fits(masks_ptr, ids, is_written), logits, float("-inf"))
+                logits = tl.where(_fits(masks_ptr, ids, is_written, forced), logits, float("-inf"))
             tl.store(out_ptr + ids, logits + float("-inf"), mask=is_written)
     if early:
         tl.debug_barrier()  # and a stop token, whatever else is said of it
@@ -297,6 +318,8 @@ def edit_logits(
         tables.biases,
         tables.bad_words,
         masks,
+        state.masks.positions,
+        state.masks.forced,
         logits.stride(0),
         num_blocks_each,
         VOCAB_SIZE=vocab_size,
@@ -308,6 +331,7 @@ def edit_logits(
         MAX_BIASES=tables.biases.shape[1],
         MAX_WORDS=tables.bad_words.shape[1],
         LENGTH=tables.bad_words.shape[2],
+        MOST_FORCED=state.masks.forced.shape[1],
         SAMPLES=num_samples,
         BLOCK=_BLOCK,
         BIASES=_BIASES,
