@@ -49,11 +49,13 @@ class AssistantDrafts(DraftPasses):
         self,
         head: Assistant,
         *,
+        most_drafted: int,
         max_rows: int,
         max_tokens: int,
         block_size: int,
         device: torch.device,
     ) -> None:
+        """most_drafted: see `BlockDrafts`."""
         super().__init__(
             head.attention,
             max_rows=max_rows,
@@ -62,6 +64,7 @@ class AssistantDrafts(DraftPasses):
             device=device,
         )
         self.head = head
+        self._most_drafted = most_drafted
 
     def draft(
         self,
@@ -73,6 +76,7 @@ class AssistantDrafts(DraftPasses):
     ) -> None:
         """See `DraftModel`."""
         slots, draws = batch.slots, self.draws(batch, rows)
+        num_drafts = max(0, min(num_drafts, self._most_drafted // len(slots) - 1))
         if num_drafts:
             longest = rows.token_ids.shape[1]
             place = rows.num_computed[slots].clamp(max=longest - 1)

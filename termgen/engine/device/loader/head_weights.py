@@ -120,7 +120,7 @@ def load_assistant(head: AssistantHead) -> None:
     with closing(AssistantFiles(folder)) as files:
         if head.centroids is not None:
             number, size = head.clusters.shape
-            head.clusters.copy_(files.clusters((number, size)))
+            head.use_clusters(files.clusters((number, size)))
         try:
             load_weights(head, files)
         except CorruptFileError as error:

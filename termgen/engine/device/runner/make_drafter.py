@@ -242,7 +242,8 @@ def make_drafter(
             device=device,
         )
     elif isinstance(head, AssistantHead):
-        model = AssistantDrafts(head, **sizes, device=device)
+        most = MOST_DRAFTED_TOKENS
+        model = AssistantDrafts(head, most_drafted=most, **sizes, device=device)
     elif isinstance(head, CausalDecoder):
         number = settings.num_drafts
         model = SmallModelDrafts(head, attention, num_drafts=number, **sizes, device=device)

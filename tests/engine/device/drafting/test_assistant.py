@@ -115,6 +115,40 @@ def test_it_takes_nothing_of_the_cache(target: Callable[[str], Target], tmp_path
         engine.shutdown()
 
 
+def test_rows_look_into_their_own_clusters(target: Callable[[str], Target], tmp_path: Path) -> None:
+    """One row after another by the tokens of its clusters, and many at once by all tokens."""
+    head = make_assistant(target("gemma4_text")[0], tmp_path / "head", num_centroids=16)
+    engine = engine_of(target("gemma4_text")[0], **settings(head))
+    own = runner_of(engine).drafts.drafter.model.head
+    states = torch.randn(40, 48, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        alone = torch.cat([own.guess(state[None]) for state in states])
+        assert torch.equal(own.guess(states), alone)
+        among_all = own.head(states).argmax(dim=1)
+    assert 0 < int((alone != among_all).sum()) < 40
+    engine.shutdown()
+
+
+def test_no_more_drafts_than_a_step_computes(
+    target: Callable[[str], Target], tmp_path: Path
+) -> None:
+    """Nine tokens for five rows: none; for four: one draft each."""
+    folder, expected = target("gemma4_text")
+    engine = engine_of(folder, **settings(make_assistant(folder, tmp_path / "head")))
+    runner_of(engine).drafts.drafter.model._most_drafted = 9
+    written = note_drafts(engine)
+    lengths: set[int] = set()
+
+    def disturb(engine: Any, turn: int) -> None:
+        lengths.update(len(drafts) for _, drafts in written)
+        if turn == 12:
+            assert lengths == set()
+            engine.abort("4")
+
+    assert run(engine, disturb=disturb)[:4] == expected[:4] and lengths == {1}
+    engine.shutdown()
+
+
 Tensors = dict[str, torch.Tensor | None]
 BAD_FILES: dict[str, tuple[dict[str, object], dict[str, object], Tensors, str]] = {
     "vocabulary": (

@@ -96,6 +96,7 @@ class AssistantHead(nn.Module):
             (number, size // max(1, number)), dtype=torch.int64, device=build.device
         )
         """[num_centroids, tokens of each]"""
+        self.cluster_of = torch.zeros(self.clusters.numel(), dtype=torch.int64, device=build.device)
         # A method, so that the target does not become a part of its head.
         self._embed = target.embed
 
@@ -133,10 +134,26 @@ class AssistantHead(nn.Module):
             return best
         active = self.config.num_active_centroids
         chosen = self.centroids(states).topk(active, dim=1).indices  # [B, active]
+        if chosen.numel() * self.clusters.shape[1] > self.clusters.numel():
+            # More rows of the head than it has: all of them are fewer.
+            is_active = torch.zeros(
+                (len(states), len(self.clusters)), dtype=torch.bool, device=states.device
+            ).scatter_(1, chosen, True)
+            scores = self.head(states).masked_fill_(~is_active[:, self.cluster_of], -torch.inf)
+            best = scores.argmax(dim=1)
+            return best
         ids = self.clusters[chosen].flatten(1)  # [B, tokens of these clusters]
         rows = self.head.embed(ids.flatten()).view(*ids.shape, -1)
         scores = torch.bmm(rows, states[:, :, None]).squeeze(2)
         return ids.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
+
+    def use_clusters(self, clusters: torch.Tensor) -> None:
+        """clusters: [num_centroids, tokens of each] int64, with each token once."""
+        self.clusters.copy_(clusters)
+        numbers = torch.arange(len(clusters), device=self.device).repeat_interleave(
+            clusters.shape[1]
+        )
+        self.cluster_of[self.clusters.flatten()] = numbers
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from self.pre_projection.weight_slots("")
