@@ -342,7 +342,7 @@ def test_every_request_says_what_it_says_alone(
     )
     check(bench, answers)
     if bench.is_cpu:
-        assert bench.core.scheduler.stats.num_forced_tokens > 2
+        assert bench.core.scheduler.stats.num_forced_tokens > 0
     assert max(map(len, bench.prompts)) > CHUNK
     assert (bench.core.scheduler.stats.num_preemptions > 2) == preempted
     assert max(bench.depths) >= depth - 1 and (max(bench.depths) > 0) == (depth > 1)
@@ -401,7 +401,7 @@ def test_every_request_says_the_same_with_drafts(
     stats = bench.core.scheduler.stats
     assert (stats.num_preemptions > 2) == preempted
     assert 0.2 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
-    assert stats.num_accepted_tokens > 20 and stats.num_forced_tokens > 2
+    assert stats.num_accepted_tokens > 20 and stats.num_forced_tokens > 0
 
 
 @pytest.fixture(scope="module", params=["mtp", "dflash", "assistant"])

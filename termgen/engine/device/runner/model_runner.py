@@ -332,7 +332,7 @@ class ModelRunner:
         launch = self._begin(plan)
         recording = launch.dispatch.descriptor
         if recording is None:
-            is_even = self.drafts is not None and self.drafts.is_even(launch.plan)
+            is_even = self._guesses is not None and self._guesses.is_even(launch.plan)
             return self._launch_even(launch) if is_even else self._launch(launch)
         # Fast path, skip on a first reading: one recording holds model and sampling. It compiles
         # nothing, so nothing is counted.
@@ -355,7 +355,8 @@ class ModelRunner:
                 plan = self.drafts.cut(plan, self.state, self.graphs)
                 num_drafted = plan.num_draft_tokens
                 choice = self.drafts.drafter.choice if has_guesses else None
-            on_landing = partial(self.drafts.drafter.landed, plan)
+        if self._guesses is not None:
+            on_landing = partial(self._guesses.drafter.landed, plan)
         if self.states:
             self._copy_states(plan)
         if plan.given_up is not None:
@@ -408,7 +409,7 @@ class ModelRunner:
             return self._run_operations(plan)
         # Fast path, skip on a first reading: the model as several pieces.
         batch, hidden = self.graphs.replay_pieces(dispatch.padded_tokens, plan)
-        drafted = None if self.drafts is None else (batch, TargetStates(hidden))
+        drafted = None if self._guesses is None else (batch, TargetStates(hidden))
         return ModelOutput(batch.slots, batch.num_tokens, hidden, drafted=drafted)
 
     def _run_operations(self, plan: StepPlan) -> ModelOutput:
@@ -418,7 +419,7 @@ class ModelRunner:
         began_ns = time.perf_counter_ns() if is_timed else 0
         wanted = None if plan.prompt_spans or self._needs_all else batch.logits_indices
         hidden, kept = self._pass(batch, wanted)
-        drafted = None if self.drafts is None else (batch, self.drafts.states(hidden, kept))
+        drafted = None if self._guesses is None else (batch, self._guesses.states(hidden, kept))
         span_ns = (began_ns, time.perf_counter_ns()) if is_timed else (0, 0)
         of_prompts = None
         if plan.prompt_spans:
@@ -442,11 +443,11 @@ class ModelRunner:
             logits = self.model.compute_logits(output.hidden)
             slots, num_tokens, samples = output.slots, output.num_tokens, output.samples
             sampled = self._sample(slots, num_tokens, logits, plan.sampling, ring, samples)
-            if self.drafts is not None:
+            if self._guesses is not None:
                 if output.drafted is not None:
-                    self.drafts.draft(*output.drafted, self.kv_caches, self.state)
+                    self._guesses.draft(*output.drafted, self.kv_caches, self.state)
                 took_ns = time.perf_counter_ns() - launch.started_ns
-                self.drafts.drafter.step_ended(plan, took_ns, self.state)
+                self._guesses.drafter.step_ended(plan, took_ns, self.state)
         if ring is not None:
             return self._land(launch, self.graphs.pushed(plan))
         return self._land(launch, replace(sampled, prompt_logprobs=of_prompts))
@@ -555,7 +556,12 @@ class ModelRunner:
     @property
     def _needs_all(self) -> bool:
         """True if every step needs the hidden states of all its tokens."""
-        return self.drafts is not None and self.drafts.reads_states
+        return self._guesses is not None and self._guesses.reads_states
+
+    @property
+    def _guesses(self) -> DraftSteps | None:
+        """`drafts`, unless grammars alone make them: then nothing runs behind a step."""
+        return self.drafts if self.drafts is not None and self.drafts.drafter.num_tokens else None
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """[B, V] logits of each row's last token, in the model's type."""
@@ -571,8 +577,8 @@ class ModelRunner:
         """The same, and the inputs of layers that the drafter's model reads."""
         self.attention.prepare(batch.metadata)
         context = ForwardContext(batch.metadata, self.kv_caches, wanted)
-        if self.drafts is not None:
-            context.kept_layers = self.drafts.kept_layers
+        if self._guesses is not None:
+            context.kept_layers = self._guesses.kept_layers
         if self.recurrent is not None:
             assert batch.recurrent is not None
             self.recurrent.prepare(batch.recurrent)

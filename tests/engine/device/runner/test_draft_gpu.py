@@ -205,7 +205,7 @@ def test_models_draft_what_they_do_on_a_cpu(
         greedy["logit_bias"] = dict.fromkeys(FEW[: 3 if method == "eagle3" else 2], 100.0)
     texts, drafts, shares = [], [], []
     for device, mode in (("cpu", "none"), ("cuda", "none"), ("cuda", "full")):
-        options: dict[str, Any] = {"gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 40}
+        options: dict[str, Any] = {"gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 120}
         if device == "cuda":
             options |= {"cudagraph_mode": mode, "async_scheduling": True}
         engine = engine_of(
@@ -213,9 +213,10 @@ def test_models_draft_what_they_do_on_a_cpu(
         )
         drafter = runner_of(engine).drafts.drafter
         drafter._payoff.choose = lambda slots, num_found, kinds, num_rows: num_found
-        drafter._choose = lambda plan, lengths: DraftChoice(
-            max(lengths, default=0), 3, DraftReason.BEST
-        )
+        if device == "cuda":
+            drafter._choose = lambda plan, lengths: DraftChoice(
+                max(lengths, default=0), 3, DraftReason.BEST
+            )
         if mode == "none":
             drafts.append(note_drafts(engine))
         texts.append(run(engine, kinds=[greedy] * len(prompts())))

@@ -70,8 +70,8 @@ def _await_kernel(
             if is_new & (is_there == 0) & (posted != _WITHHELD):
                 # Rows that are free have no reason to wait for long.
                 num_free = 0
-                for first in range(0, num_rows, _BLOCK):
-                    others = first + tl.arange(0, _BLOCK)
+                for start in range(0, num_rows, _BLOCK):
+                    others = start + tl.arange(0, _BLOCK)
                     inside = others < num_rows
                     places = tl.load(slots_ptr + others, mask=inside, other=0)
                     runs = tl.load(finished_ptr + places, mask=inside, other=1) == 0
