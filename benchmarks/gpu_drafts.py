@@ -76,7 +76,7 @@ class Coin:
     def __init__(self, model: DraftModel) -> None:
         self._model = model
         self.kept_layers, self.reads_states = model.kept_layers, model.reads_states
-        self.num_ahead = model.num_ahead
+        self.num_ahead, self.is_lookup = model.num_ahead, model.is_lookup
         self.shares = torch.zeros(16, device="cuda")
         self.counters = torch.zeros(4096, dtype=torch.int32, device="cuda")
 

@@ -43,6 +43,7 @@ class AssistantDrafts(DraftPasses):
     """A `DraftModel`."""
 
     reads_states = True
+    is_lookup = False
     num_ahead = 0
 
     def __init__(

@@ -65,6 +65,8 @@ class DraftModel(Protocol):
     """Layers of the target whose inputs it reads: see `ForwardContext`."""
     reads_states: bool
     """False for one that needs no `TargetStates` of any but the sampled tokens."""
+    is_lookup: bool
+    """True if making drafts takes next to no time."""
     num_ahead: int
     """Positions behind a row's computed ones for which it may write keys and values. Those without
     a block go to the null block."""
@@ -97,6 +99,10 @@ class Drafter(Protocol):
     lengths: Sequence[int]
     """Numbers of drafts, one for all rows of a step, where the host cannot see how many each has;
     none, where it can."""
+    may_idle: bool
+    """True if `is_idle` may be."""
+    is_idle: bool
+    """True if no drafts need be made at the end of the step that `places` was asked about last."""
     choice: DraftChoice | None
     """Why the newest step with places for drafts got as many as `places` said."""
 

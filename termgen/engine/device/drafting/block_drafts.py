@@ -55,6 +55,7 @@ class BlockDrafts(DraftPasses):
     """A `DraftModel`."""
 
     reads_states = True
+    is_lookup = False
 
     def __init__(
         self,

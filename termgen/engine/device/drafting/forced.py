@@ -21,6 +21,7 @@ class NoGuesses:
     model: DraftModel | None = None
     num_wanted = 0
     lengths: Sequence[int] = ()
+    may_idle = is_idle = False
     choice: DraftChoice | None = None
 
     def places(self, plan: StepPlan, state: DraftedRows, lengths: Sequence[int]) -> IntArray:

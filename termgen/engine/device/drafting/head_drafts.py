@@ -41,6 +41,15 @@ class Head(Protocol):
     ) -> torch.Tensor:
         """[N, hidden] states of the tokens that `ctx.wanted` names."""
 
+    def store(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        ctx: ForwardContext,
+    ) -> None:
+        """Write the keys and values of these tokens, and no more."""
+
     def guess(self, states: torch.Tensor) -> torch.Tensor:
         """[N] int64 the likeliest next token of each."""
 
@@ -49,6 +58,7 @@ class HeadDrafts(DraftPasses):
     """A `DraftModel`."""
 
     reads_states = True
+    is_lookup = False
 
     def __init__(
         self,
@@ -92,6 +102,10 @@ class HeadDrafts(DraftPasses):
 
         taken = self.head.begin(states.normed, list(states.kept))
         ctx = ForwardContext(batch.metadata, kv_caches, last)
+        if not num_drafts:
+            self.head.store(ids, positions, taken, ctx)
+            self.count(slots, 0, draws, rows)
+            return
         made = self.head(ids, positions, taken, ctx)
         for number in range(num_drafts):
             if number:

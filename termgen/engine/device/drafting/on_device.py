@@ -36,6 +36,8 @@ class DeviceDrafter:
     def __init__(self, model: DraftModel, num_tokens: int, *, num_slots: int) -> None:
         """num_tokens: most drafts of a row."""
         self.model: DraftModel | None = model
+        self.may_idle = not model.is_lookup
+        self.is_idle = False
         self.num_tokens = self.num_wanted = num_tokens
         self.lengths: Sequence[int] = sorted({num_tokens, num_tokens // 2} - {0})
         """Numbers of drafts to choose from, besides none."""
@@ -44,6 +46,8 @@ class DeviceDrafter:
         self._chosen_for: IntArray | None = None
         self._chosen, self._steps_left = DraftChoice(0, num_tokens, DraftReason.UNTRIED), 0
         self.choice: DraftChoice | None = None
+        self._ahead: set[int] = set()
+        """Steps in flight without drafts that make some: no measure of what none take."""
 
     def places(self, plan: StepPlan, state: DraftedRows, lengths: Sequence[int]) -> IntArray:
         """See `Drafter`."""
@@ -54,6 +58,10 @@ class DeviceDrafter:
         self.choice = chosen = self._chosen
         if chosen.num_drafts and chosen.num_drafts not in lengths:
             self.choice = chosen = self._none_possible(plan)
+        was_idle, self.is_idle = self.is_idle, self.may_idle and not chosen.num_drafts
+        if was_idle and not self.is_idle and plan.constrained is None:
+            self._ahead.add(plan.step_id)
+            self.choice = chosen = DraftChoice(0, self.num_tokens, DraftReason.NONE_FOUND)
         return np.full(plan.num_rows, chosen.num_drafts, np.int32)
 
     def _none_possible(self, plan: StepPlan) -> DraftChoice:
@@ -103,5 +111,8 @@ class DeviceDrafter:
         rows = np.flatnonzero(is_guessed)
         kept = result.num_sampled[rows] - 1
         self._payoff.note_rows(plan.slots[rows], places[rows], kept)
+        if plan.step_id in self._ahead:
+            self._ahead.discard(plan.step_id)
+            return
         size = plan.num_rows * (1 + int(places.max())) if plan.num_drafts else plan.num_rows
         self._payoff.note_step(size, result.ended_ns - result.started_ns)

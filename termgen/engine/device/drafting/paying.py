@@ -25,6 +25,7 @@ class PayingDrafter:
     model: DraftModel | None = None
     lengths: Sequence[int] = ()
     num_wanted = 0
+    may_idle = is_idle = False
 
     def __init__(self, num_tokens: int, *, num_slots: int, num_kinds: int = 1) -> None:
         self.num_tokens = num_tokens

@@ -17,6 +17,7 @@ class PromptLookup:
 
     kept_layers: tuple[int, ...] = ()
     reads_states = False
+    is_lookup = True
     num_ahead = 0
 
     def __init__(

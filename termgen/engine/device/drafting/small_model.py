@@ -32,6 +32,7 @@ class SmallModelDrafts(DraftPasses):
     """A `DraftModel`."""
 
     reads_states = False
+    is_lookup = False
 
     def __init__(
         self,

@@ -552,11 +552,13 @@ def choose_graphs(
         return none(why) if mode == "full_decode_only" or not has_pieces else pieces(why)
     is_both = mode == "full_and_piecewise" and has_pieces
     sizes, lengths = decode_sizes(seqs), () if drafter is None else drafter.lengths
+    has_idle = drafter is not None and drafter.may_idle
     return CudaGraphDispatcher(
         sizes,
         mixed=mixed_sizes(tokens) if mode == "full" else (),
         piecewise=piecewise_sizes(seqs, tokens) if is_both else (),
         drafted=drafted_sizes(sizes, lengths, min(MOST_DRAFTED_TOKENS, tokens)),
+        has_idle=has_idle,
         max_num_seqs=seqs,
     )
 

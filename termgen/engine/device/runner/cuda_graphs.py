@@ -207,11 +207,12 @@ class FullGraphs:
         num_recorded = len(self._replays) + len(self.pieces.recorded)
         return GraphStatus(num_recorded, num_recorded + self.num_waiting)
 
-    def dispatch(self, plan: StepPlan) -> Dispatch:
+    def dispatch(self, plan: StepPlan, *, is_idle: bool = False) -> Dispatch:
+        """is_idle: see `DraftSteps`."""
         sampling = variant_of(plan.sampling)
         most_drafts = int(plan.num_draft_tokens.max()) if plan.num_drafts else 0
         wants_prompts = bool(plan.prompt_spans)
-        kind = (plan.num_rows, plan.total_tokens, sampling, wants_prompts, most_drafts)
+        kind = (plan.num_rows, plan.total_tokens, sampling, wants_prompts, most_drafts, is_idle)
         if self._last is None or self._last[0] != kind:
             self._last = kind, self._dispatch(*kind)
         return self._last[1]
@@ -223,9 +224,14 @@ class FullGraphs:
         sampling: SamplingVariant,
         wants_prompts: bool,
         num_drafts: int,
+        is_idle: bool,
     ) -> Dispatch:
         found = self.dispatcher.dispatch(
-            num_rows=num_rows, num_tokens=num_tokens, sampling=sampling, num_drafts=num_drafts
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            sampling=sampling,
+            num_drafts=num_drafts,
+            is_idle=is_idle,
         )
         if found.mode is GraphMode.NONE:
             return found
@@ -244,7 +250,8 @@ class FullGraphs:
         return [
             k
             for k in lengths
-            if self._dispatch(rows, rows * (1 + k), sampling, False, k).descriptor is not None
+            if self._dispatch(rows, rows * (1 + k), sampling, False, k, False).descriptor
+            is not None
         ]
 
     def _has(self, found: Dispatch) -> bool:
@@ -379,7 +386,9 @@ def split_by_use(
     """(those to record before serving, those for idle moments), each in the order to make them."""
     largest: dict[Hashable, BatchDescriptor] = {}
     for descriptor in descriptors:
-        kind = (descriptor.is_decode, descriptor.sampling, descriptor.num_drafts)
+        kind = (
+            descriptor.is_decode, descriptor.sampling, descriptor.num_drafts, descriptor.is_idle,
+        )  # fmt: skip
         if kind not in largest or descriptor.num_tokens > largest[kind].num_tokens:
             largest[kind] = descriptor
     first = sorted(largest.values(), key=lambda d: (-d.num_tokens, -d.num_rows))
@@ -420,7 +429,7 @@ def next_larger(
         d
         for d in recorded
         if (d.is_decode, d.sampling) == (wanted.is_decode, wanted.sampling)
-        and d.num_drafts == wanted.num_drafts
+        and (d.num_drafts, d.is_idle) == (wanted.num_drafts, wanted.is_idle)
         and d.num_tokens >= wanted.num_tokens
         and d.num_rows >= wanted.num_rows
         and (d.is_decode or d.num_tokens <= most_padding * wanted.num_tokens)

@@ -79,6 +79,8 @@ class BatchDescriptor:
     sampling: SamplingVariant
     num_drafts: int = 0
     """Drafts among the tokens of each row, in a decode."""
+    is_idle: bool = False
+    """True if it makes no drafts for the next step, in a decode that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +150,23 @@ class CudaGraphDispatcher:
         mixed: Sequence[int] = (),
         piecewise: Sequence[int] = (),
         drafted: Sequence[tuple[int, int]] = (),
+        has_idle: bool = False,
         max_num_seqs: int = 0,
         disabled_reason: str = "",
         why_not_full: str = "",
     ) -> None:
         """sizes: rows of the decode recordings; drafted: rows of those with drafts, and drafts of
-        each; mixed: tokens of the others, whose rows are as many
-        as their tokens allow, `max_num_seqs` at most; piecewise: tokens of the recordings that are
-        cut at attention and hold any rows. disabled_reason: why no graph is ever used, when that is
-        so; why_not_full: the same of whole steps, where they were asked for."""
+        each; has_idle: those without drafts are recorded as idle steps, too; mixed: tokens of the
+        others, whose rows are as many as their tokens allow, `max_num_seqs` at most; piecewise:
+        tokens of the recordings that are cut at attention and hold any rows. disabled_reason: why
+        no graph is ever used, when that is so; why_not_full: the same of whole steps, where they
+        were asked for."""
         assert max_num_seqs or not (mixed or piecewise), "their rows go by max_num_seqs"
         self.sizes = tuple(sorted(sizes))
         self.mixed = tuple(sorted(mixed))
         self.piecewise = tuple(sorted(piecewise))
         self.drafted = tuple(sorted(drafted))
+        self.has_idle = has_idle
         self.max_num_seqs = max_num_seqs
         self.disabled_reason = disabled_reason
         self._why_not_full = why_not_full
@@ -193,7 +198,13 @@ class CudaGraphDispatcher:
     def descriptors(self) -> list[BatchDescriptor]:
         """Every recording of a whole step, the largest first: later ones fit into its memory."""
         plain, unusual = SamplingVariant
-        found = [self._decode(size, v) for size in self.sizes for v in (plain, unusual)]
+        kinds = (False, True) if self.has_idle else (False,)
+        found = [
+            self._decode(size, v, is_idle=is_idle)
+            for size in self.sizes
+            for v in (plain, unusual)
+            for is_idle in kinds
+        ]
         found += [self._drafted(*size, v) for size in self.drafted for v in (plain, unusual)]
         found += [self._mixed(s, plain) for s in self.mixed if s <= PLAIN_TOKENS]
         found += [self._mixed(s, unusual) for s in self.mixed]
@@ -206,6 +217,7 @@ class CudaGraphDispatcher:
             mixed=[size for size in self.mixed if size <= num_tokens],
             piecewise=self.piecewise,
             drafted=self.drafted,
+            has_idle=self.has_idle,
             max_num_seqs=self.max_num_seqs,
             disabled_reason=self.disabled_reason,
             why_not_full=self._why_not_full,
@@ -221,8 +233,10 @@ class CudaGraphDispatcher:
             max_num_seqs=self.max_num_seqs,
         )
 
-    def _decode(self, size: int, sampling: SamplingVariant) -> BatchDescriptor:
-        return BatchDescriptor(size, size, True, sampling)
+    def _decode(
+        self, size: int, sampling: SamplingVariant, *, is_idle: bool = False
+    ) -> BatchDescriptor:
+        return BatchDescriptor(size, size, True, sampling, is_idle=is_idle)
 
     def _drafted(self, rows: int, num_drafts: int, sampling: SamplingVariant) -> BatchDescriptor:
         return BatchDescriptor(rows * (1 + num_drafts), rows, True, sampling, num_drafts)
@@ -237,13 +251,14 @@ class CudaGraphDispatcher:
         num_tokens: int,
         sampling: SamplingVariant,
         num_drafts: int = 0,
+        is_idle: bool = False,
     ) -> Dispatch:
-        """num_drafts: the most of any row, in a decode."""
+        """num_drafts: the most of any row, in a decode. is_idle: no drafts need be made."""
         if self.disabled_reason:
             return Dispatch(GraphMode.NONE, reason=self.disabled_reason)
         if num_drafts:
             return self._with_drafts(num_rows, num_drafts, sampling)
-        full = self._full(num_rows, num_tokens, sampling)
+        full = self._full(num_rows, num_tokens, sampling, is_idle and self.has_idle)
         if full is not None:
             return Dispatch(GraphMode.FULL, full, full.num_tokens)
         reason = self._miss(num_rows, num_tokens)
@@ -264,10 +279,10 @@ class CudaGraphDispatcher:
         )
 
     def _full(
-        self, num_rows: int, num_tokens: int, sampling: SamplingVariant
+        self, num_rows: int, num_tokens: int, sampling: SamplingVariant, is_idle: bool
     ) -> BatchDescriptor | None:
         if num_tokens == num_rows and num_rows < len(self._padded_rows):
-            return self._decode(self._padded_rows[num_rows], sampling)
+            return self._decode(self._padded_rows[num_rows], sampling, is_idle=is_idle)
         if num_tokens >= len(self._padded_tokens) or num_rows > self.max_num_seqs:
             return None
         size = self._padded_tokens[num_tokens]

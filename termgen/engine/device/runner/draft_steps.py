@@ -41,6 +41,8 @@ class DraftSteps:
         is_fixed = is_recurrent or bool(drafter.lengths)
         self.most_forced = drafter.num_tokens if is_fixed else MOST_FORCED
         """Tokens that a grammar forces, of a row in a step, at most."""
+        self.is_idle = False
+        """True if no drafts are made behind the step that is launched."""
         self.most_even_tokens = 0
         """Tokens of the largest step that is even; 0 if none is."""
         if drafter.lengths:
@@ -82,7 +84,9 @@ class DraftSteps:
             most = self.most_even_tokens // plan.num_rows - 1
             fitting = [k for k in self.drafter.lengths if k <= most]
             lengths = graphs.draft_lengths(plan, fitting)
-        return plan.with_drafts(self.drafter.places(plan, state, lengths))
+        plan = plan.with_drafts(self.drafter.places(plan, state, lengths))
+        self.is_idle = self.drafter.is_idle and plan.is_decode
+        return plan
 
     def draft(
         self,
@@ -90,10 +94,14 @@ class DraftSteps:
         states: TargetStates,
         kv_caches: list[torch.Tensor],
         state: RequestState,
+        *,
+        is_idle: bool,
     ) -> None:
-        """Run the drafter's model, if it has one, behind a step whose rows have their tokens."""
+        """Run the drafter's model, if it has one, behind a step whose rows have their tokens.
+        is_idle: it makes no drafts."""
         if self.drafter.model is not None:
-            self.drafter.model.draft(batch, states, kv_caches, state, self.drafter.num_wanted)
+            num_drafts = 0 if is_idle else self.drafter.num_wanted
+            self.drafter.model.draft(batch, states, kv_caches, state, num_drafts)
 
 
 def prepare_even(

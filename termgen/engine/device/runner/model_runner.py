@@ -350,6 +350,7 @@ class ModelRunner:
                 self.state.update(plan)
         num_drafted = on_landing = choice = None
         if self.drafts is not None:
+            self.drafts.is_idle = False
             if plan.num_drafts:
                 has_guesses = plan.most_guesses > 0
                 plan = self.drafts.cut(plan, self.state, self.graphs)
@@ -361,7 +362,8 @@ class ModelRunner:
             self._copy_states(plan)
         if plan.given_up is not None:
             self._spoil(plan.given_up)
-        dispatch = self.graphs.dispatch(plan)
+        is_idle = self.drafts is not None and self.drafts.is_idle
+        dispatch = self.graphs.dispatch(plan, is_idle=is_idle)
         if plan.constrained is not None and not self.state.masks.is_awaited:
             with torch.inference_mode():
                 self.state.masks.upload(plan.slots[plan.constrained])
@@ -445,7 +447,10 @@ class ModelRunner:
             sampled = self._sample(slots, num_tokens, logits, plan.sampling, ring, samples)
             if self._guesses is not None:
                 if output.drafted is not None:
-                    self._guesses.draft(*output.drafted, self.kv_caches, self.state)
+                    is_idle = self._guesses.is_idle
+                    self._guesses.draft(
+                        *output.drafted, self.kv_caches, self.state, is_idle=is_idle
+                    )
                 took_ns = time.perf_counter_ns() - launch.started_ns
                 self._guesses.drafter.step_ended(plan, took_ns, self.state)
         if ring is not None:
@@ -518,7 +523,7 @@ class ModelRunner:
             self._sample(batch.slots, counts, logits, needs, ring, samples)
         if self.drafts is not None:
             states = self.drafts.states(hidden, kept)
-            self.drafts.draft(batch, states, self.kv_caches, self.state)
+            self.drafts.draft(batch, states, self.kv_caches, self.state, is_idle=descriptor.is_idle)
 
     def _sample(
         self,

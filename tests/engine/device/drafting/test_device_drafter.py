@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from termgen.vocabulary.step import SamplingNeeds, StepPlan, StepResult
 
 _NONE = np.zeros(0, np.int32)
 NO_STATE: Any = None
+LOOKUP: Any = SimpleNamespace(is_lookup=True)
+MODEL: Any = SimpleNamespace(is_lookup=False)
 SLOTS = np.arange(4, dtype=np.int32)
 
 
@@ -67,7 +71,7 @@ def run(drafter: DeviceDrafter, steps: int, chance: float, more_ns: int) -> list
     [(0.9, 10, 4), (0.0, 10, 0), (0.9, 1000, 0), (0.6, 60, 2)],
 )
 def test_what_pays_is_chosen(chance: float, more_ns: int, expected: int) -> None:
-    drafter = DeviceDrafter(NO_STATE, 4, num_slots=4)
+    drafter = DeviceDrafter(LOOKUP, 4, num_slots=4)
     assert list(drafter.lengths) == [2, 4]
     chosen = run(drafter, 400, chance, more_ns)[200:]
     assert max(set(chosen), key=chosen.count) == expected
@@ -78,14 +82,35 @@ def test_what_pays_is_chosen(chance: float, more_ns: int, expected: int) -> None
 @pytest.mark.parametrize("more_ns", [1, 2, 4])
 def test_useless_drafts_that_cost_little_are_rarely_made(more_ns: int) -> None:
     """What drafts are believed to give at least is about what these cost."""
-    drafter = DeviceDrafter(NO_STATE, 4, num_slots=4)
+    drafter = DeviceDrafter(LOOKUP, 4, num_slots=4)
     chosen = run(drafter, 3000, 0.0, more_ns)[200:]
     lost = sum(more_ns * len(SLOTS) * k for k in chosen) / (1000 * len(chosen))
     assert lost <= 0.005
 
 
+@pytest.mark.parametrize("chance", [0.9, 0.0])
+def test_drafts_that_take_time_are_made_one_step_ahead(chance: float) -> None:
+    """A step before others with drafts makes the first ones, and no other without drafts does."""
+    drafter = DeviceDrafter(MODEL, 4, num_slots=4)
+    made = []
+
+    def note(plan: StepPlan, result: StepResult) -> None:
+        made.append(not drafter.is_idle)
+        landed(plan, result)
+
+    landed, drafter.landed = drafter.landed, note  # type: ignore[method-assign]
+    chosen = run(drafter, 400, chance, 10)
+    assert made[0] or not chosen[0]
+    for before, now in itertools.pairwise(zip(made, chosen, strict=True)):
+        assert before[0] or not now[1], "no drafts were made for it"
+    assert all(is_made for is_made, k in zip(made, chosen, strict=True) if k)
+    of_none = [is_made for is_made, k in zip(made, chosen, strict=True) if not k]
+    assert (sum(of_none) > 0.1 * len(of_none)) == (chance > 0) or len(of_none) < 20
+    assert max(set(chosen[200:]), key=chosen[200:].count) == (4 if chance else 0)
+
+
 def test_only_what_the_step_can_have_is_chosen() -> None:
-    drafter = DeviceDrafter(NO_STATE, 4, num_slots=4)
+    drafter = DeviceDrafter(LOOKUP, 4, num_slots=4)
     plan = plan_of(SLOTS * 0 + 4)
     run(drafter, 100, 0.9, 10)
     assert drafter.places(plan, NO_STATE, [2, 4]).tolist() == [4] * 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_device_drafter import NO_STATE, SLOTS, plan_of, run
+from test_device_drafter import LOOKUP, NO_STATE, SLOTS, plan_of, run
 from test_payoff import FLAT, STEEP, payoff
 
 from termgen.config import EngineConfig
@@ -23,7 +23,7 @@ FOUR = SLOTS * 0 + 4
 
 def chosen_by(chance: float, more_ns: int) -> DraftChoice:
     """The last choice of a made-up device, see `run`."""
-    drafter = DeviceDrafter(NO_STATE, 4, num_slots=4)
+    drafter = DeviceDrafter(LOOKUP, 4, num_slots=4)
     run(drafter, 401, chance, more_ns)
     assert drafter.choice is not None
     return drafter.choice
@@ -52,7 +52,7 @@ def test_a_device_reports_that_none_pays() -> None:
 
 
 def test_sizes_that_were_not_measured_are_tried_first() -> None:
-    drafter = DeviceDrafter(NO_STATE, 4, num_slots=4)
+    drafter = DeviceDrafter(LOOKUP, 4, num_slots=4)
     untried = []
     for _ in range(40):
         run(drafter, 1, 0.9, 10)
@@ -63,7 +63,7 @@ def test_sizes_that_were_not_measured_are_tried_first() -> None:
 
 
 def test_a_step_that_can_have_none_says_so() -> None:
-    drafter = DeviceDrafter(NO_STATE, 4, num_slots=4)
+    drafter = DeviceDrafter(LOOKUP, 4, num_slots=4)
     run(drafter, 200, 0.9, 10)
     assert drafter.places(plan_of(FOUR)._replace(slots=SLOTS + 0), NO_STATE, []).tolist() == [0] * 4
     assert str(drafter.choice) == "drafts 0 of 4: no CUDA graph for such a step"

@@ -7,7 +7,7 @@ writes is compared.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,13 @@ from drafted_runs import (
 from safetensors.torch import load_file, save_file
 from tiny_heads import add_mtp, change_config, plain_mtp, quiet_target
 
+from termgen.engine.device.drafting.on_device import DeviceDrafter
+from termgen.engine.device.runner.dispatch import CudaGraphDispatcher, drafted_sizes
+from termgen.engine.device.runner.draft_steps import DraftSteps
 from termgen.engine.loop.engine import SyncEngine
 from termgen.errors import ModelError
+from termgen.vocabulary.events import DraftChoice, DraftReason
+from termgen.vocabulary.step import StepPlan
 
 FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 NUM_DRAFTS, NUM_LAYERS = 3, 2
@@ -192,6 +197,44 @@ def test_drafts_that_do_not_pay_are_not_made(
     assert run(engine) == expected
     assert engine.core.scheduler.stats.num_draft_tokens == 0
     assert len(guesses) <= NUM_DRAFTS  # of the first step, before anything was chosen
+
+
+class Turns(DeviceDrafter):
+    """Takes drafts in some steps, whatever pays."""
+
+    def _choose(self, plan: StepPlan, lengths: Sequence[int]) -> DraftChoice:
+        self._steps_left = 1
+        count = max(lengths, default=0) if plan.step_id % 7 in (2, 3, 5) else 0
+        return DraftChoice(count, self.num_tokens, DraftReason.BEST)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_steps_before_others_without_drafts_make_none(
+    target: Callable[[str], tuple[Path, list[list[int]]]], engines: Engines, is_recorded: bool
+) -> None:
+    """The host of a GPU does not see the drafts, and neither does this one."""
+    folder, expected = target(FAMILIES[0])
+    engine = engines(folder, **MTP, async_scheduling=True)
+    runner = runner_of(engine)
+    model = runner.drafts.drafter.model
+    drafter = Turns(model, NUM_DRAFTS, num_slots=8)
+    runner.drafts = DraftSteps(drafter, max_num_batched_tokens=64)
+    assert drafter.may_idle
+    drafted = drafted_sizes((1, 2, 5, 8), drafter.lengths, 32)
+    recorded = {"drafted": drafted, "has_idle": True, "max_num_seqs": 8}
+    dispatcher = (
+        CudaGraphDispatcher((1, 2, 5, 8), **recorded)
+        if is_recorded
+        else CudaGraphDispatcher((), disabled_reason="asked for")
+    )
+    runner.graphs = runner.make_graphs(dispatcher)
+    runner.graphs.record_all(lambda operations: operations, lambda done: None)
+    wanted: list[int] = []
+    draft = model.draft
+    model.draft = lambda *given: wanted.append(given[-1]) or draft(*given)
+    assert run(engine) == expected
+    assert wanted.count(0) > 10 and wanted.count(NUM_DRAFTS) > 10
+    assert engine.core.scheduler.stats.num_accepted_tokens > 5
 
 
 def test_a_dummy_model_has_a_dummy_layer(

@@ -14,6 +14,7 @@ from termgen.config import CUDAGRAPH_MODES, EngineConfig
 from termgen.engine.device.attention.torch_reference import TorchReferenceAttention
 from termgen.engine.device.loader import load_model_config
 from termgen.engine.device.runner.build import choose_graphs
+from termgen.engine.device.runner.cuda_graphs import next_larger, split_by_use
 from termgen.engine.device.runner.dispatch import (
     EVERYTHING,
     MOST_DRAFTED_TOKENS,
@@ -83,6 +84,23 @@ def test_rows_with_drafts_have_recordings_of_their_own(most: int, max_num_seqs: 
                 assert found.reason or found.descriptor
     largest = dispatcher.largest().descriptors()
     assert max(d.num_tokens for d in recorded if d.num_drafts) in {d.num_tokens for d in largest}
+
+
+def test_idle_steps_have_recordings_of_their_own() -> None:
+    both = CudaGraphDispatcher((1, 4), drafted=[(1, 2)], has_idle=True, max_num_seqs=4)
+    one = CudaGraphDispatcher((1, 4), drafted=[(1, 2)], max_num_seqs=4)
+    assert both.num_recordings == one.num_recordings + 4
+    for dispatcher in (both, one, both.up_to(1)):
+        for is_idle in (False, True):
+            at = {"num_rows": 3, "num_tokens": 3, "sampling": SamplingVariant.PLAIN}
+            found = dispatcher.dispatch(**at, is_idle=is_idle).descriptor
+            assert found in dispatcher.descriptors()
+            assert found is not None and found.is_idle == (is_idle and dispatcher is not one)
+    first, later = split_by_use(both.descriptors())
+    assert {d.is_idle for d in first if d.num_rows == 4 and not d.num_drafts} == {False, True}
+    idle = next(d for d in both.descriptors() if d.is_idle and d.num_rows == 1)
+    other = next_larger(idle, [d for d in (*first, *later) if d != idle], most_padding=2)
+    assert other is not None and other.is_idle and other.num_rows == 4
 
 
 def test_every_other_step_replays_nothing_and_says_why() -> None:

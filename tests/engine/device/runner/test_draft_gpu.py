@@ -71,7 +71,7 @@ def generate(
         )
         prompt = np.tile(rng.integers(3, 500, int(rng.integers(2, 40))), 2).tolist()
         grammar = None
-        if with_grammars and i % 3 == 0:
+        if with_grammars and i % 3 == 0 and params.allowed_token_ids is None:
             forced = {run + k for run in rng.integers(0, 40, 3).tolist() for k in range(9)}
             grammar = FakeGrammar(45, vocab=512, modulus=40 + i, forced=forced)
         engine.add(

@@ -19,6 +19,7 @@ from termgen.engine.device.layers.linear import Build, Linear, VocabEmbedding
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.decoder import CausalDecoder, DecoderLayer
 from termgen.engine.device.models.heads.head import HeadLayer
+from termgen.engine.device.models.pieces import Carried
 from termgen.vocabulary.cache_groups import Window
 
 
@@ -88,18 +89,37 @@ class Eagle3Head(HeadLayer):
         ctx: ForwardContext,
     ) -> torch.Tensor:
         """See `Head`. Returns its residual stream."""
+        layer, (both, carried) = self.layer, self._mix(input_ids, positions, states)
+        assert isinstance(layer, Eagle3Layer)
+        residual = carried.residual
+        attended = layer.attend(layer.before_attention(both, carried, ctx), ctx)
+        if ctx.wanted is not None:
+            attended, residual = attended[ctx.wanted], residual[ctx.wanted]
+        layer.after_attention(attended, residual)
+        return residual
+
+    def store(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        ctx: ForwardContext,
+    ) -> None:
+        """See `Head`."""
+        both, carried = self._mix(input_ids, positions, states)
+        self.layer.before_attention(both, carried, ctx)
+
+    def _mix(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, Carried]:
+        """What the layer takes."""
         layer = self.layer
         assert isinstance(layer, Eagle3Layer)
         embed = self._embed if self.embedding is None else self.embedding
         taken = layer.state_norm(states)
         both = torch.cat((layer.input_norm(embed(input_ids)), taken), dim=1)
         residual = (taken if self.config.norms_residual else states).clone()
-        carried = self.carry(residual, positions)
-        attended = layer.attend(layer.before_attention(both, carried, ctx), ctx)
-        if ctx.wanted is not None:
-            attended, residual = attended[ctx.wanted], residual[ctx.wanted]
-        layer.after_attention(attended, residual)
-        return residual
+        return both, self.carry(residual, positions)
 
     def guess(self, states: torch.Tensor) -> torch.Tensor:
         """See `Head`."""

@@ -14,6 +14,7 @@ from termgen.engine.device.layers.linear import Build, Linear
 from termgen.engine.device.layers.weight_slot import WeightSlot
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.heads.head import HeadLayer
+from termgen.engine.device.models.pieces import Carried
 
 
 class MtpHead(HeadLayer):
@@ -42,11 +43,29 @@ class MtpHead(HeadLayer):
         ctx: ForwardContext,
     ) -> torch.Tensor:
         """See `Head`. Returns states behind the final norm, as the target's are."""
+        normed, carried = self._mix(input_ids, positions, states)
+        made: torch.Tensor = self.layer(normed, carried, ctx)
+        return made
+
+    def store(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        ctx: ForwardContext,
+    ) -> None:
+        """See `Head`."""
+        normed, carried = self._mix(input_ids, positions, states)
+        self.layer.before_attention(normed, carried, ctx)
+
+    def _mix(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, Carried]:
+        """What the layer takes."""
         embedded = self.embedding_norm(self._embed(input_ids))
         mixed = self.fc(torch.cat((embedded, self.state_norm(states)), dim=1))
         carried = self.carry(mixed, positions)
-        normed: torch.Tensor = self.layer(self.layer.input_norm(mixed), carried, ctx)
-        return normed
+        return self.layer.input_norm(mixed), carried
 
     def guess(self, states: torch.Tensor) -> torch.Tensor:
         """See `Head`."""
