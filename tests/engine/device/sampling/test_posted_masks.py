@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -19,6 +22,28 @@ from termgen.vocabulary.step import AddedRow
 from termgen.vocabulary.token_mask import IDLE_PATIENCE_S, PATIENCE_S
 
 VOCAB = 70
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from termgen.engine.device.kernels.sampling.await_masks import _await_kernel as kernel
+
+types = {name: "*i64" for name in kernel.arg_names} | {"finished_ptr": "*i1", "num_rows": "i32"}
+for is_even in (False, True):
+    constants = {"IS_EVEN": is_even, "HAS_CLOCK": True}
+    signature = types | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    assert "globaltimer" in made.asm["ptx"]
+"""
+"""What waits is not interpreted."""
+
+
+def test_the_wait_compiles_for_a_gpu() -> None:
+    require_triton()
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", COMPILE], env=environment, check=True, timeout=120)
 
 
 def make_rows(state: RequestState, bound: tuple[bool, ...]) -> list[AddedRow]:

@@ -84,7 +84,7 @@ def _await_kernel(
                     posted = tl.load(positions_ptr + slot, volatile=True)
                     is_there = _covers(posted, first, last)
         if is_there == 0:
-            count = 0 if IS_EVEN else count - 1
+            count = count * 0 if IS_EVEN else count - 1
             tl.store(given_up_ptr + slot, last)
     tl.store(out_ptr + row, count)
 
