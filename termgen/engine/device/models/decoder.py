@@ -119,6 +119,10 @@ class DecoderLayer(nn.Module):
         """normed [T, hidden] -> q [T, num_heads, head_dim]; k and v go to their slots."""
         return self.rotate_and_store(self.qkv_proj(normed), carried, ctx, q)
 
+    def store(self, normed: torch.Tensor, carried: Carried, ctx: ForwardContext) -> None:
+        """Write k and v of these tokens to their slots, and no more."""
+        self.before_attention(normed, carried, ctx)
+
     def rotate_and_store(
         self,
         qkv: torch.Tensor,

@@ -97,6 +97,9 @@ class Qwen3_5Layer(_Layer):
         attended = self.attend(q, ctx).flatten(1).mul_(gate.sigmoid())
         return self.finish(attended, carried, ctx.wanted)
 
+    def store(self, normed: torch.Tensor, carried: Carried, ctx: ForwardContext) -> None:
+        self.rotate_and_store(self.qkv_proj(normed).split(self._sizes, 1)[0], carried, ctx)
+
     def projection_slots(self, prefix: str) -> Iterator[WeightSlot]:
         slots = {slot.name: slot for slot in super().projection_slots(prefix)}
         for kind in ("weight", "bias"):

@@ -232,7 +232,14 @@ def test_steps_before_others_without_drafts_make_none(
     wanted: list[int] = []
     draft = model.draft
     model.draft = lambda *given: wanted.append(given[-1]) or draft(*given)
+    written: list[tuple[list[int], list[int]]] = []
+    if not is_recorded:
+        written = note_drafts(engine)
     assert run(engine) == expected
+    plain = plain_mtp(folder)
+    for text, drafts in written:
+        assert drafts == plain(text, NUM_DRAFTS), len(text)
+    assert is_recorded or len(written) > 10
     assert wanted.count(0) > 10 and wanted.count(NUM_DRAFTS) > 10
     assert engine.core.scheduler.stats.num_accepted_tokens > 5
 

@@ -107,7 +107,7 @@ class Eagle3Head(HeadLayer):
     ) -> None:
         """See `Head`."""
         both, carried = self._mix(input_ids, positions, states)
-        self.layer.before_attention(both, carried, ctx)
+        self.layer.store(both, carried, ctx)
 
     def _mix(
         self, input_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor

@@ -56,7 +56,7 @@ class MtpHead(HeadLayer):
     ) -> None:
         """See `Head`."""
         normed, carried = self._mix(input_ids, positions, states)
-        self.layer.before_attention(normed, carried, ctx)
+        self.layer.store(normed, carried, ctx)
 
     def _mix(
         self, input_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
