@@ -66,9 +66,9 @@ def generate(
     events = engine.core.bus.subscribe()
     outputs: dict[str, list[int]] = {}
     for i in range(24):
-        params = SamplingParams(
-            max_tokens=int(rng.integers(3, 90)), seed=i, ignore_eos=True, **KINDS[i % len(KINDS)]
-        )
+        kind = KINDS[i % len(KINDS)]
+        most = max(int(rng.integers(3, 90)), kind.get("min_tokens", 0))
+        params = SamplingParams(max_tokens=most, seed=i, ignore_eos=True, **kind)
         prompt = np.tile(rng.integers(3, 500, int(rng.integers(2, 40))), 2).tolist()
         grammar = None
         if with_grammars and i % 3 == 0 and params.allowed_token_ids is None:
