@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from termgen.engine.device.drafting import payoff
 from termgen.engine.device.drafting.base import DraftedRows, DraftModel
 from termgen.engine.device.drafting.payoff import DraftPayoff
 from termgen.vocabulary.events import DraftChoice, DraftReason
@@ -23,6 +24,8 @@ TOKEN_SHARE = 0.01
 """See `payoff.TOKEN_SHARE`: of a device that waits for its memory."""
 CERTAIN = 0.9999
 """Share of a row's drafts that stay, where a grammar forces them."""
+KEPT_WITHOUT = 0.997
+"""See `payoff.KEPT_WITHOUT`: of a drafter that takes time to draft."""
 LEAST_GAIN = 1.05
 """Tokens for their time that drafts must promise, with none as the measure: what is known of a
 row's drafts is never quite that they are useless, and the time of a step never quite its time."""
@@ -41,7 +44,12 @@ class DeviceDrafter:
         self.num_tokens = self.num_wanted = num_tokens
         self.lengths: Sequence[int] = sorted({num_tokens, num_tokens // 2} - {0})
         """Numbers of drafts to choose from, besides none."""
-        self._payoff = DraftPayoff(num_slots, token_share=TOKEN_SHARE, remembered=REMEMBERED)
+        self._payoff = DraftPayoff(
+            num_slots,
+            token_share=TOKEN_SHARE,
+            remembered=REMEMBERED,
+            kept_without=KEPT_WITHOUT if self.may_idle else payoff.KEPT_WITHOUT,
+        )
         self._kinds = np.zeros(num_slots, np.int64)
         self._chosen_for: IntArray | None = None
         self._chosen, self._steps_left = DraftChoice(0, num_tokens, DraftReason.UNTRIED), 0

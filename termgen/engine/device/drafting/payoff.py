@@ -61,10 +61,12 @@ class DraftPayoff:
         *,
         token_share: float = TOKEN_SHARE,
         remembered: int = REMEMBERED,
+        kept_without: float = KEPT_WITHOUT,
     ) -> None:
         """num_kinds: kinds of drafts whose chances differ, as a drafter sees them. token_share,
-        remembered: see `TOKEN_SHARE` and `REMEMBERED`."""
+        remembered, kept_without: see `TOKEN_SHARE`, `REMEMBERED` and `KEPT_WITHOUT`."""
         self._token_share, self._remembered = token_share, remembered
+        self._kept_without = kept_without
         self._right = np.zeros((num_slots, num_kinds))
         self._checked = np.zeros((num_slots, num_kinds))
         self._step_ns = np.zeros(MOST_TOKENS + 1)
@@ -81,8 +83,8 @@ class DraftPayoff:
     def note_row(self, slot: int, num_drafts: int, num_right: int, kind: int = 0) -> None:
         """Learn from a row of a step; its drafts up to the first wrong one were checked."""
         if not num_drafts:
-            self._right[slot] *= KEPT_WITHOUT
-            self._checked[slot] *= KEPT_WITHOUT
+            self._right[slot] *= self._kept_without
+            self._checked[slot] *= self._kept_without
             return
         at = slot, kind
         self._right[at] = KEPT_WITH_DRAFTS * self._right[at] + num_right
@@ -92,8 +94,8 @@ class DraftPayoff:
     def note_rows(self, slots: IntArray, num_drafts: IntArray, num_right: IntArray) -> None:
         """The same of all rows of a step, with drafts of one kind."""
         none = slots[num_drafts == 0]
-        self._right[none] *= KEPT_WITHOUT
-        self._checked[none] *= KEPT_WITHOUT
+        self._right[none] *= self._kept_without
+        self._checked[none] *= self._kept_without
         had = num_drafts > 0
         rows, right = slots[had], num_right[had]
         self._right[rows, 0] = KEPT_WITH_DRAFTS * self._right[rows, 0] + right

@@ -109,6 +109,14 @@ def test_drafts_that_take_time_are_made_one_step_ahead(chance: float) -> None:
     assert max(set(chosen[200:]), key=chosen[200:].count) == (4 if chance else 0)
 
 
+def test_what_takes_time_is_tried_less_often() -> None:
+    tries = {}
+    for model in (LOOKUP, MODEL):
+        chosen = run(DeviceDrafter(model, 4, num_slots=4), 3000, 0.0, 100)[200:]
+        tries[model.is_lookup] = sum(k > 0 for k in chosen)
+    assert 0 < tries[False] < 0.5 * tries[True]
+
+
 def test_only_what_the_step_can_have_is_chosen() -> None:
     drafter = DeviceDrafter(LOOKUP, 4, num_slots=4)
     plan = plan_of(SLOTS * 0 + 4)
