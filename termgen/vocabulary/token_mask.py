@@ -174,6 +174,12 @@ class GrammarState:
         assert self.is_ready and self._mask is not None
         return self._mask
 
+    @property
+    def filled(self) -> IntArray:
+        """The same, for the thread that has filled it."""
+        assert self._mask is not None
+        return self._mask
+
     def allows(self, token_id: int) -> bool:
         """True if this may be the next token to land."""
         if self.forced:

@@ -169,10 +169,12 @@ class MaskFiller:
             self._hand_back(rows, bits)
 
     def _hand_back(self, rows: list[GrammarState], bits: IntArray | None = None) -> None:
-        """Mark rows as ready and post their masks. `_progress` is held."""
+        """Post the masks of rows, and mark these as ready. `_progress` is held."""
+        # In this order: the engine thread may launch a step as soon as its rows are ready, and some
+        # devices take what is posted then.
+        self._post(rows, bits)
         for row in rows:
             row.is_ready = True
-        self._post(rows, bits)
         if self._watched:
             self._watched_ready += self._watched.intersection(rows)
             self._watched.difference_update(rows)
@@ -188,7 +190,7 @@ class MaskFiller:
         good = [row for row in rows if row.slot >= 0 and row.error is None]
         if good:
             if bits is None or len(good) < len(rows):
-                bits = np.stack([row.mask for row in good])
+                bits = np.stack([row.filled for row in good])
             slots = np.asarray([row.slot for row in good], np.int32)
             positions = np.asarray([row.position for row in good], np.int32)
             if any(row.forced for row in good):

@@ -67,6 +67,39 @@ def row_first(row: GrammarState) -> int:
     return int(np.flatnonzero(np.unpackbits(row.mask.view(np.uint8), bitorder="little"))[0])
 
 
+class Watching:
+    """A receiver that notes whether rows were ready when their masks came."""
+
+    def __init__(self, rows: Sequence[GrammarState]) -> None:
+        self._rows = rows
+        self.were_ready: list[bool] = []
+
+    def post_masks(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        bits: IntArray,
+        forced: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.were_ready += [self._rows[slot].is_ready for slot in slots.tolist()]
+
+    def withhold_masks(self, slots: IntArray) -> None:
+        raise AssertionError("no row loses its slot")
+
+
+@pytest.mark.parametrize("num_rows", [1, MANY])
+def test_a_mask_is_posted_before_its_row_is_ready(num_rows: int) -> None:
+    """A step that is launched with a ready row may take what is posted then."""
+    filler, rows = landed_rows([Counting()] * num_rows)
+    filler.receiver = receiver = Watching(rows)
+    for slot, row in enumerate(rows):
+        filler.seat(row, slot, 1)
+    del receiver.were_ready[:]
+    filler.begin(rows)
+    filler.wait(rows, 20.0)
+    assert receiver.were_ready == [False] * num_rows and all(row.is_ready for row in rows)
+
+
 @pytest.mark.parametrize(("num_rows", "at_once"), [(MANY - 1, []), (MANY, [MANY])])
 def test_many_masks_are_filled_at_once_and_few_in_place(num_rows: int, at_once: list[int]) -> None:
     grammar = Counting()

@@ -40,6 +40,8 @@ class DraftSteps:
         self.drafter = drafter
         is_fixed = is_recurrent or bool(drafter.lengths)
         self.most_forced = drafter.num_tokens if is_fixed else MOST_FORCED
+        if is_recurrent and drafter.lengths:
+            self.most_forced = 0  # not shown to be right on a GPU yet
         """Tokens that a grammar forces, of a row in a step, at most."""
         self.is_idle = False
         """True if no drafts are made behind the step that is launched."""
