@@ -28,7 +28,8 @@ FIELD = "speculative_config"
 class SpeculativeConfig:
     """Names and meanings are those of vLLM's JSON."""
 
-    method: str = "ngram"
+    method: str | None = None
+    """None: what the files of `model` are for; ngram without any."""
     model: str | None = None
     """A drafter's own files: a folder, or a .gguf file."""
     num_speculative_tokens: int | None = None
@@ -39,13 +40,15 @@ class SpeculativeConfig:
     """Tokens of the end that are compared, at most."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if self.method is None and self.model is None:
+            object.__setattr__(self, "method", "ngram")
+        if self.method is not None and self.method not in METHODS:
             raise _error(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise _error(f"model must be the place of a drafter, not {self.model!r:.80}")
         if self.method in WITH_MODEL and self.model is None:
             raise _error(f"method {self.method} needs model, the place of its files")
-        if self.method not in WITH_MODEL and self.model is not None:
+        if self.method not in (None, *WITH_MODEL) and self.model is not None:
             raise _error(f"model is for {', '.join(WITH_MODEL)}; {self.method} has none")
         if self.num_speculative_tokens is not None:
             _check_number("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
@@ -59,6 +62,8 @@ class SpeculativeConfig:
 
     @property
     def num_drafts(self) -> int:
+        """Most drafts of a row in a step. `method` must be known."""
+        assert self.method is not None
         if self.method == "none":
             return 0
         return self.num_speculative_tokens or DEFAULT_DRAFTS[self.method]

@@ -18,6 +18,7 @@ from termgen.engine.device.attention.base import AttentionShape
 from termgen.engine.device.attention.groups import GroupedAttention
 from termgen.engine.device.config.assistant_config import assistant_head
 from termgen.engine.device.config.dflash_config import dflash_head
+from termgen.engine.device.config.drafter_kind import method_of
 from termgen.engine.device.config.head_config import HeadConfig, draft_model, eagle3_head, mtp_head
 from termgen.engine.device.config.model_config import ModelConfig
 from termgen.engine.device.drafting.assistant_drafts import AssistantDrafts
@@ -86,6 +87,8 @@ def read_drafts(
     if config.speculative_config is None:
         return None if is_shared else _default_drafts(config, path, model, device)
     settings = parse_speculative_config(config.speculative_config)
+    if settings.method is None:
+        settings = replace(settings, method=_method_of_files(settings))
     if not settings.num_drafts:
         return None
     why_not = ""
@@ -127,6 +130,18 @@ def _default_drafts(
     return WantedDrafts(SpeculativeConfig(method="mtp"), mtp_head(model), is_default=True)
 
 
+def _method_of_files(settings: SpeculativeConfig) -> str:
+    assert settings.model is not None
+    place = resolve_model(settings.model).path
+    if place.is_file():
+        return "draft_model"
+    try:
+        source = place / "config.json"
+        return parsed(source, lambda: method_of(read_config(source)))
+    except ModelError as error:
+        raise type(error)(f"{FIELD}: {error}") from error
+
+
 def _within_block(settings: SpeculativeConfig, block_size: int) -> SpeculativeConfig:
     """With no more drafts than a block of the head has. Raises ConfigError."""
     most = block_size - 1
@@ -149,6 +164,7 @@ def _read_head(settings: SpeculativeConfig, model: ModelConfig) -> HeadConfig | 
     if settings.method == "draft_model":
         return draft_model(load_model_config(place), model, place)
     source = place / "config.json"
+    assert settings.method is not None
     read_head = _READERS[settings.method]
     return parsed(source, lambda: read_head(read_config(source), model, place))
 

@@ -210,7 +210,10 @@ def test_the_engines_own_guesses_find_text_that_repeats(
         ('{"num_speculative_tokens": 0}', "between 1 and 16, not 0"),
         ('{"num_speculative_tokens": true}', "an integer between 1 and 16"),
         ('{"num_speculative_tokens": 99}', "between 1 and 16, not 99"),
-        ('{"model": "x"}', "model is for eagle3, dflash, assistant, draft_model; ngram has none"),
+        (
+            '{"method": "ngram", "model": "x"}',
+            "model is for eagle3, dflash, assistant, draft_model; ngram has none",
+        ),
         ('{"draft_tp": 2}', "'draft_tp' is not known"),
         ('{"prompt_lookup_min": 9}', "prompt_lookup_min (9) is more than prompt_lookup_max (8)"),
     ],
