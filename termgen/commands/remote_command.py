@@ -12,6 +12,8 @@ from termgen.commands.launch import end_app
 from termgen.commands.settings import SettingLayers, flag_of
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError, EngineError
+from termgen.system.choices import Choices, model_choice
+from termgen.system.remembered import Remembered
 from termgen.tools.toolbox import Toolbox
 from termgen.vocabulary.model_shelf import ModelChoice, Switch
 
@@ -72,12 +74,26 @@ def read_key(path: str | None) -> str | None:
 class RemoteHolder:
     """The client of one chat, with the start and stop functions that screens take."""
 
-    def __init__(self, target: RemoteTarget, *, given: Collection[str] | None = None) -> None:
-        """given: sampling parameters to send, the server has its own for the others; None: all."""
+    def __init__(
+        self,
+        target: RemoteTarget,
+        *,
+        given: Collection[str] | None = None,
+        remembered: Remembered | None = None,
+    ) -> None:
+        """given: sampling parameters to send, the server has its own for the others; None: all.
+        remembered: has the model that was chosen last, which answers where the target names
+        none."""
         from termgen.remote.models import normal_url
 
-        normal_url(target.url)  # report a bad URL on the plain terminal
+        self._url = normal_url(target.url)  # report a bad URL on the plain terminal
         self._target = target
+        self._last = ""
+        """The model chosen last, of which the server is still to say whether it has it."""
+        if remembered is not None and target.model is None:
+            self._last = Choices(remembered).text(model_choice(self._url))
+        self.notice = ""
+        """What is to be said after the start; empty for nothing."""
         self._model = target.model
         """The model that was chosen; None: the server's first."""
         self._given = given
@@ -105,7 +121,20 @@ class RemoteHolder:
             wait_s=target.wait_s,
         )
         self._client.given = self._given
+        self._take_last(self._client)
         return self._client
+
+    def _take_last(self, client: RemoteClient) -> None:
+        """Use the model that was chosen last, if the server still has it."""
+        last, self._last = self._last, ""
+        if not last:
+            return
+        if any(model.model_id == last for model in client.models):
+            client.use_model(last)
+            self._model = last
+        else:
+            words = f"{last}, the model chosen last, is not on the server any more"
+            self.notice = f"{words}; using {client.model.model_id}"
 
     async def stop(self) -> None:
         """Close the client. Idempotent."""
@@ -167,7 +196,7 @@ class RemoteHolder:
         self._model = name
         if self._described is not None:
             client.learn(self._described)
-        return Switch(client)
+        return Switch(client, name=name, server=self._url)
 
     def _choice(self, model: RemoteModel) -> ModelChoice:
         length = f"{model.max_model_len:,} tokens of context" if model.max_model_len else ""
@@ -190,14 +219,14 @@ def run_remote_chat(
 ) -> int:
     """Chat until the user quits. `session` and `given` as for `run_chat`."""
     from termgen.remote.other_servers import OtherServers
-    from termgen.system.remembered import Remembered
-    from termgen.tui.app import RemoteApp
     from termgen.tui.chat.saved.chat_store import chats_to_begin_with
+    from termgen.tui.remote_app import RemoteApp
 
     RemoteApp.check_settings(ui)
     others = OtherServers(ui.beside, own_url=target.url, own_key=target.api_key)
     chats, resume = chats_to_begin_with(ui.chat_db, session, given)
-    holder = RemoteHolder(target)
+    remembered = Remembered.of_user()
+    holder = RemoteHolder(target, remembered=remembered)
     app = RemoteApp(
         holder.start,
         stop_engine=holder.stop,
@@ -208,8 +237,9 @@ def run_remote_chat(
         toolbox=toolbox,
         found_by=lambda: holder.arguments,
         others=others,
-        remembered=Remembered.of_user(),
+        remembered=remembered,
         open_feed=lambda: holder.open_feed(ui.dashboard_hz),
+        found_notice=lambda: holder.notice,
     )
     app.run()
     return end_app(app)

@@ -102,6 +102,8 @@ class CatalogModel:
     """Recommended sampling, for files that do not carry it themselves."""
     is_base: bool = False
     """A base model: it continues text and has no chat template."""
+    of_transformers: bool = False
+    """Run by the code of transformers: from safetensors only, its weights staying floats."""
 
     @property
     def gguf_name(self) -> str | None:
@@ -143,7 +145,7 @@ class ModelEntry:
 
 
 _MB, _GB = 10**6, 10**9
-_QWEN, _SMOL, _BARTOWSKI = "Qwen", "HuggingFaceTB", "bartowski"
+_QWEN, _SMOL, _BARTOWSKI, _UNSLOTH = "Qwen", "HuggingFaceTB", "bartowski", "unsloth"
 _QUANTISED = (
     ("smollm2-360m-q8", 386, _APACHE, _SMOL, "SmolLM2-360M-Instruct", "smollm2-360m-instruct-q8_0"),
     (
@@ -167,6 +169,12 @@ _QUANTISED = (
         "Meta-Llama-3.1-8B-Instruct-Q4_K_M",
     ),
     ("gemma-3-1b-q4", 806, _GEMMA, "ggml-org", "gemma-3-1b-it", "gemma-3-1b-it-Q4_K_M"),
+    ("qwen3.5-0.8b-q4", 533, _APACHE, _UNSLOTH, "Qwen3.5-0.8B", "Qwen3.5-0.8B-Q4_K_M"),
+    ("qwen3.5-2b-q4", 1281, _APACHE, _UNSLOTH, "Qwen3.5-2B", "Qwen3.5-2B-Q4_K_M"),
+    ("qwen3.5-4b-q4", 2741, _APACHE, _UNSLOTH, "Qwen3.5-4B", "Qwen3.5-4B-Q4_K_M"),
+    ("qwen3.5-9b-q4", 5681, _APACHE, _UNSLOTH, "Qwen3.5-9B", "Qwen3.5-9B-Q4_K_M"),
+    ("gemma-4-e2b-q4", 3110, _APACHE, _UNSLOTH, "gemma-4-E2B-it", "gemma-4-E2B-it-Q4_K_M"),
+    ("gemma-4-e4b-q4", 4977, _APACHE, _UNSLOTH, "gemma-4-E4B-it", "gemma-4-E4B-it-Q4_K_M"),
 )
 """(name, megabytes, licence, then of the hub repository: owner, name without `-GGUF`, file without
 `.gguf`)."""
@@ -201,6 +209,13 @@ CATALOG: dict[str, CatalogModel] = {
         CatalogModel("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", 2490 * _MB, _LLAMA),
         CatalogModel("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct", 6440 * _MB, _LLAMA),
         CatalogModel("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", 16100 * _MB, _LLAMA),
+        CatalogModel(
+            "smollm3-3b", "HuggingFaceTB/SmolLM3-3B", 6170 * _MB, _APACHE, of_transformers=True
+        ),
+        CatalogModel(
+            *("granite-3.3-2b", "ibm-granite/granite-3.3-2b-instruct", 5070 * _MB, _APACHE),
+            of_transformers=True,
+        ),
         CatalogModel("tinyllama-1.1b", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", 2200 * _MB, _APACHE),
         CatalogModel("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", 14500 * _MB, _APACHE),
         CatalogModel(

@@ -33,7 +33,7 @@ from textual.widgets import TextArea
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import TermgenError
-from termgen.system.choices import FEW_COLOURS_THEME, MODEL, THEME, Choices
+from termgen.system.choices import FEW_COLOURS_THEME, THEME, Choices, model_choice
 from termgen.system.clipboard import copy_with_program
 from termgen.system.remembered import Remembered
 from termgen.system.terminal_echo import show_typing
@@ -53,7 +53,6 @@ from termgen.tui.chat.widgets.transcript import Transcript
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.dashboard_keys import Page, pages_with
 from termgen.tui.dashboard.fleet import FleetScreen
-from termgen.tui.feeds.feed import StreamFeed
 from termgen.tui.help import HelpScreen, HelpSection
 from termgen.tui.keys.alt_keys import drop_letter, let_alt_keys_through
 from termgen.tui.keys.keymap import KeyedApp, Keymap, key_names, read_keymap
@@ -295,8 +294,11 @@ class TermgenApp(KeyedApp):
         self.push_screen(self._loading)
         self.call_after_refresh(self._bring_back_draft)
         for notice in filter(None, self._notices):
-            self.notify(notice, severity="warning", timeout=NOTICE_AT_START_S, markup=False)
+            self.warn_at_start(notice)
         self._boot()
+
+    def warn_at_start(self, words: str) -> None:
+        self.notify(words, severity="warning", timeout=NOTICE_AT_START_S, markup=False)
 
     def watch_app_focus(self, focus: bool) -> None:
         """A chat that came up while another window had the keys puts them into its prompt now."""
@@ -405,7 +407,7 @@ class TermgenApp(KeyedApp):
                 await self._use_client(switch.client)
                 chat.set_client(switch.client, failure=switch.failure)
                 if switch.name and switch.failure is None:
-                    self.remember(MODEL, switch.name)
+                    self.remember(model_choice(switch.server), switch.name)
 
         self.push_screen(ModelScreen(self._models, name=name, before_switch=stop_answer), changed)
 
@@ -531,7 +533,7 @@ class TermgenApp(KeyedApp):
             name = f'theme = "{self.theme}"'
             self.notify(f"{name} under [chat] in the config file keeps it", markup=False)
 
-    def remember(self, name: str, value: str | bool) -> None:
+    def remember(self, name: str, value: str | int) -> None:
         """Keep a choice for later runs. A warning says if that fails."""
         self.choices.change(name, value)
         self.run_worker(self._write_choices(), group="choices")
@@ -651,36 +653,6 @@ class TermgenApp(KeyedApp):
             self.set_timer(PALETTE_CLOSES_S, self.action_screenshot)
         else:
             await self.run_action(action, node)
-
-
-class RemoteApp(TermgenApp):
-    """`open_feed` is called once there is a client; its `TermgenError` says why there is none."""
-
-    def __init__(
-        self,
-        *arguments: Any,
-        open_feed: Callable[[], Awaitable[StreamFeed]],
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._open_feed = open_feed
-        self._feed: StreamFeed | None = None
-
-    async def open_screens(self, report: Callable[[str, float], None]) -> None:
-        report("connecting", 0.0)
-        client = self.client = await self._start_engine(report)
-        self.add_mode("chat", lambda: self.make_chat(client))
-        try:
-            feed = self._feed = await self._open_feed()
-        except TermgenError as error:
-            self.add_dashboard(SilentScreen(str(error)))
-            return
-        self.add_dashboard(DashboardScreen(feed, now_ns=feed.now_ns, **self.dashboard_options))
-
-    async def on_unmount(self) -> None:
-        feed, self._feed = self._feed, None
-        if feed is not None:
-            await feed.close()
 
 
 def list_keys(ui: UIConfig) -> None:

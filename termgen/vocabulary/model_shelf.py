@@ -99,7 +99,9 @@ class Switch:
     client: EngineClient
     failure: str | None = None
     name: str = ""
-    """What later runs on this machine find the model by; empty for one that is elsewhere."""
+    """What later runs find the model by; empty if it did not change."""
+    server: str = ""
+    """URL of the server that has it; empty for an engine of the chat's own."""
 
 
 class OtherModel(EngineClient, Protocol):

@@ -8,15 +8,21 @@ from tui_harness import shipped_themes, wait_until
 
 from termgen.commands.remote_command import RemoteHolder, RemoteTarget
 from termgen.config import UIConfig
-from termgen.tui.app import RemoteApp
+from termgen.system.remembered import Remembered
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.saved.chat_store import ChatStore, Resume
+from termgen.tui.remote_app import RemoteApp
 
 
 def remote_app(
-    url: str, *, chats: ChatStore | None = None, resume: Resume | None = None, **target: Any
+    url: str,
+    *,
+    chats: ChatStore | None = None,
+    resume: Resume | None = None,
+    remembered: Remembered | None = None,
+    **target: Any,
 ) -> RemoteApp:
-    holder = RemoteHolder(RemoteTarget(url, **target))
+    holder = RemoteHolder(RemoteTarget(url, **target), remembered=remembered)
     return RemoteApp(
         holder.start,
         stop_engine=holder.stop,
@@ -26,6 +32,8 @@ def remote_app(
         theme_folders=(shipped_themes(),),
         chats=chats,
         resume=resume,
+        remembered=remembered,
+        found_notice=lambda: holder.notice,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from termgen.engine.device.loader.gguf_keys import ARCHITECTURES as GGUF_ARCHITECTURES
+from termgen.engine.device.models.registry import MODELS
 from termgen.errors import CacheError, DownloadError, ModelNotFoundError
 from termgen.library import catalog
 from termgen.library.catalog import CATALOG, DEFAULT_MODEL, list_models, pull, resolve_model
 from termgen.library.fetch import Progress, WheelSource
+from termgen.library.hub_names import quantization_of
 
 CONTENT = b"GGUF, more or less"
 
@@ -275,15 +279,58 @@ def test_a_quantised_model_is_one_file_of_its_repository(
         pull("qwen3-4b-q4")
 
 
-def test_every_quantised_model_is_of_a_kind_that_is_loaded_from_gguf() -> None:
-    # the fields that `gguf_config` reads
-    families = ("smollm2", "llama", "qwen2", "qwen3", "gemma-3")
-    quantised = [model for model in CATALOG.values() if model.quantization]
-    assert len(quantised) > 8
-    for model in quantised:
-        assert model.name.startswith(families)
-        filename = model.hub_file or (model.wheel.filename if model.wheel else "")
-        assert filename.lower().endswith(f"{model.quantization}.gguf".lower())
+ARCHITECTURES_OF = {
+    "smollm2": ("LlamaForCausalLM", "llama"),
+    "smollm3": ("SmolLM3ForCausalLM", ""),
+    "granite": ("GraniteForCausalLM", ""),
+    "llama": ("LlamaForCausalLM", "llama"),
+    "tinyllama": ("LlamaForCausalLM", "llama"),
+    "mistral": ("MistralForCausalLM", ""),
+    "qwen2.5": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3.5": ("Qwen3_5ForConditionalGeneration", "qwen35"),
+    "gemma-3": ("Gemma3ForCausalLM", "gemma3"),
+    "gemma-4": ("Gemma4ForConditionalGeneration", "gemma4"),
+}
+"""The class in a folder's config.json and the architecture in a GGUF file, by the beginning of the
+model's name, the longest that fits; no architecture: from safetensors only."""
+ALL_WEIGHTS = {"gemma-4-e2b-q4": 5.1, "gemma-4-e4b-q4": 8.0}
+"""Billions, of models whose names count the effective ones."""
+
+
+def architectures_of(name: str) -> tuple[str, str]:
+    return ARCHITECTURES_OF[max((p for p in ARCHITECTURES_OF if name.startswith(p)), key=len)]
+
+
+@pytest.mark.parametrize("model", CATALOG.values(), ids=lambda model: model.name)
+def test_every_model_is_of_a_kind_that_runs(model: catalog.CatalogModel) -> None:
+    folder, gguf = architectures_of(model.name)
+    if model.quantization:
+        assert gguf in GGUF_ARCHITECTURES and not model.of_transformers
+    else:
+        assert model.gguf_name is None
+        assert model.of_transformers == (folder not in MODELS)
+
+
+@pytest.mark.parametrize("model", CATALOG.values(), ids=lambda model: model.name)
+def test_names_files_and_sizes_agree(model: catalog.CatalogModel) -> None:
+    number, unit = re.findall(r"-e?([0-9.]+)([mb])(?=-|$)", model.name)[-1]
+    size = f"{number}{unit}"
+    billions = ALL_WEIGHTS.get(model.name, float(number) / (1000 if unit == "m" else 1))
+    repository = model.hub_id.split("/")[1].lower()
+    assert size in repository
+    bits = model.hub_bytes * 8 / (billions * 1e9)
+    if not model.quantization:
+        assert 15 <= bits <= 21, "16, with tables that the name does not count"
+        return
+    assert model.gguf_name is not None and model.gguf_name.endswith(".gguf")
+    stem = model.gguf_name.removesuffix(".gguf").lower()
+    assert stem.endswith(model.quantization.lower())
+    assert model.wheel or repository == f"{stem[: -len(model.quantization) - 1]}-gguf"
+    assert quantization_of(model.gguf_name) == model.quantization
+    stored = float(model.quantization[1])
+    assert stored < bits <= 1.9 * stored or model.wheel, "the tables may be in 8 bits"
+    assert ("gated" in model.license) == model.hub_id.startswith("meta-llama/")
 
 
 def test_the_parts_of_a_file_are_its_whole() -> None:

@@ -275,7 +275,7 @@ def _missing(known: catalog.CatalogModel, machine: Machine) -> ModelChoice:
         detail,
         size,
         is_here=False,
-        needs=machine.needs(None, file, size),
+        needs=machine.needs(None, file, size, of_transformers=known.of_transformers),
         quantization=known.quantization or "16 bit",
         num_weights=int(size * 8 / stored_form(file)),
         is_base=known.is_base,
@@ -306,11 +306,12 @@ def _described(
     is_base = choice.is_base or facts.is_base
     notes = (CONTINUES_TEXT if is_base else "", facts.note, choice.detail)
     size = choice.size_bytes or 0
+    needs = machine.needs(facts, file, size, of_transformers=facts.is_of_transformers)
     return replace(
         choice,
         detail=" · ".join(note for note in notes if note),
         is_current=current is not None and path.samefile(current),
-        needs=None if facts.problem else machine.needs(facts, file, size),
+        needs=None if facts.problem else needs,
         quantization=quantization_of(path.name) or facts.quantization,
         num_weights=facts.num_parameters or int(size * 8 / stored_form(path)),
         problem=facts.problem,

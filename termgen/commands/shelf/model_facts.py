@@ -75,6 +75,11 @@ class ModelFacts:
     all), per layer."""
     context: int = 0
 
+    @property
+    def is_of_transformers(self) -> bool:
+        """True if it is run by the code of transformers, if that can."""
+        return self.note == OF_TRANSFORMERS
+
     def kv_bytes(self, context: int, head_bytes: Callable[[int], int]) -> int:
         """Bytes of keys and values that a context of one request keeps. head_bytes: of a head by
         its size."""

@@ -49,11 +49,22 @@ class Machine:
     has_float8: bool = False
     """True if the device multiplies 8-bit floats."""
 
-    def needs(self, facts: ModelFacts | None, path: Path | None, size: int) -> Needs:
+    def needs(
+        self,
+        facts: ModelFacts | None,
+        path: Path | None,
+        size: int,
+        *,
+        of_transformers: bool = False,
+    ) -> Needs:
         """size: bytes of the file. facts: None where the file is not on this machine; its name
-        says what is known of it then."""
-        held_as = held_form(path, self.config, self.device)[0]
-        weights = weights_bytes(path, size, self.config, self.device)
+        says what is known of it then. of_transformers: run by its code, which keeps floats."""
+        if of_transformers and self.config.quantization == "auto":
+            held_as, bits = _floats(self.config, self.device)
+            weights = int(size * bits / stored_form(path))
+        else:
+            held_as = held_form(path, self.config, self.device)[0]
+            weights = weights_bytes(path, size, self.config, self.device)
         if facts is None or not facts.num_parameters:
             facts = ModelFacts()
         else:
@@ -195,5 +206,9 @@ def _form(config: EngineConfig, device: str, *, is_in_blocks: bool) -> tuple[str
     is_kept = is_open and (is_on_cpu or is_in_blocks)
     if config.quantization == "int8" or (config.quantization == "auto" and is_kept):
         return "int8", INT8_BITS
-    is_wide = config.dtype == "float32" or (is_open and is_on_cpu)
+    return _floats(config, device)
+
+
+def _floats(config: EngineConfig, device: str) -> tuple[str, float]:
+    is_wide = config.dtype == "float32" or (config.dtype == "auto" and device == "cpu")
     return ("float32", 32.0) if is_wide else ("16-bit floats", 16.0)

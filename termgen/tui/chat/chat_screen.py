@@ -344,6 +344,9 @@ class ChatScreen(ThemedScreen):
         self.prompt.set_class(self.is_browsing, "-browsing")
         self._show_hint()
 
+    def on_resize(self) -> None:
+        self.saved.fit_panel()
+
     def on_key(self, event: events.Key) -> None:
         """Type a letter that is no command here into a field: the search of the list of chats if
         that has the focus, else the prompt."""

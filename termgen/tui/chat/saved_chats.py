@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from termgen.errors import ChatStoreError, RequestError
-from termgen.system.choices import CHATS_OPEN
+from termgen.system.choices import CHATS_COLUMNS, CHATS_OPEN
 from termgen.tui.chat.asking import Settings
 from termgen.tui.chat.dialogue import Dialogue
 from termgen.tui.chat.saved.autosave import Autosave
@@ -34,7 +34,7 @@ from termgen.tui.chat.state.conversation import Conversation, Turn, title_of
 from termgen.tui.chat.state.labels import labels_of, parse_tags, split_search, tag_words
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.messages import SessionWish
-from termgen.tui.chat.widgets.session_panel import SessionList, SessionPanel
+from termgen.tui.chat.widgets.session_panel import COLUMNS_STEP, SessionList, SessionPanel
 from termgen.tui.paint.sanitize import clean_line
 
 SEARCH_PAUSE_S = 0.08
@@ -197,6 +197,18 @@ class SavedChats:
         else:
             self._view.prompt.focus()
 
+    def fit_panel(self) -> None:
+        """Give the panel the width that the user chose, where it is beside the chat."""
+        self._panel.set_columns(0 if self._view.is_narrow else self._view.chats_columns)
+
+    def _set_width(self, how: str) -> None:
+        """Keep a new width of the panel. Where it covers the chat, it has none."""
+        if self._view.is_narrow:
+            return
+        if how != "pulled":
+            self._panel.change_columns(COLUMNS_STEP if how == "wider" else -COLUMNS_STEP)
+        self._view.remember(CHATS_COLUMNS, self._panel.columns)
+
     def search(self) -> None:
         self.update_panel(pause_s=SEARCH_PAUSE_S)
 
@@ -233,6 +245,8 @@ class SavedChats:
             self._panel.search.focus()
         elif message.what == "undo":
             self._undo_delete()
+        elif message.what in ("wider", "narrower", "pulled"):
+            self._set_width(message.what)
         elif session is None:
             return
         elif message.what == "open":

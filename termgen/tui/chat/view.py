@@ -13,7 +13,7 @@ from functools import partial
 from textual.screen import Screen
 from textual.worker import Worker
 
-from termgen.system.choices import CHATS_OPEN
+from termgen.system.choices import CHATS_COLUMNS, CHATS_OPEN
 from termgen.tui.chat.widgets.entries import NoticeEntry
 from termgen.tui.chat.widgets.prompt_area import PromptArea
 from termgen.tui.chat.widgets.transcript import Transcript
@@ -70,7 +70,7 @@ class ChatView:
         """Copy to the clipboard. A notice says what has become of `what`."""
         self._app.copy(text, what)
 
-    def remember(self, name: str, value: str | bool) -> None:
+    def remember(self, name: str, value: str | int) -> None:
         """Keep a choice for later runs."""
         self._app.remember(name, value)
 
@@ -83,6 +83,11 @@ class ChatView:
     def keeps_chats_open(self) -> bool:
         """True if the list was open beside the chat in the run before, and has room there now."""
         return self._app.choices.is_on(CHATS_OPEN) and not self.is_narrow
+
+    @property
+    def chats_columns(self) -> int:
+        """Width of that list, if the user has changed it; 0: the usual one."""
+        return self._app.choices.number(CHATS_COLUMNS)
 
     def keep_theme(self) -> None:
         """Begin later runs with the present theme, or say how to."""

@@ -178,7 +178,7 @@ class KeyedApp(App[None]):
         """Copy `text` to the clipboard. A notice says what has become of `what`."""
         raise NotImplementedError  # abstract: `TermgenApp` does it, which widgets do not import
 
-    def remember(self, name: str, value: str | bool) -> None:
+    def remember(self, name: str, value: str | int) -> None:
         """Keep a choice for later runs."""
         raise NotImplementedError  # as above
 

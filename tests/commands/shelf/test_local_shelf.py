@@ -101,6 +101,8 @@ def test_what_the_catalog_has_no_name_for_is_found(machine: Path) -> None:
 
 async def test_the_list(machine: Path) -> None:
     put_in_hub(machine, "Qwen/Qwen3-0.6B", 5000)
+    smollm3 = put_in_hub(machine, "HuggingFaceTB/SmolLM3-3B", 5000) / "snapshots" / "c0ffee"
+    (smollm3 / "config.json").write_text('{"architectures": ["SmolLM3ForCausalLM"]}')
     here = put_gguf(machine / "mine" / "a.Q4_0.gguf", 2000)
     ledger = make_memory_ledger(total_bytes=8 * GIB, limit_bytes=8 * GIB, kv_cache_bytes=GIB)
     engine = FakeEngine(model=make_model_info(memory=ledger, device="cuda:0"))
@@ -116,6 +118,9 @@ async def test_the_list(machine: Path) -> None:
     quantised = by_name["qwen3-8b-q4"].needs
     assert quantised is not None and quantised.weights_bytes == int(5_030_000_000 * 5.8 / 4.6)
     assert quantised.held_as == "int8" and quantised.fits
+    floats = [by_name[name].needs for name in ("smollm3-3b", "granite-3.3-2b")]
+    assert [needs and needs.held_as for needs in floats] == ["16-bit floats"] * 2
+    assert by_name["smollm3-3b"].is_here and "code of transformers" in by_name["smollm3-3b"].detail
     smaller = by_name["qwen3-1.7b-q8"].needs
     assert smaller is not None and smaller.fits
     assert by_name["gemma-3-270m-base-q4"].detail.startswith("continues text, has no chat template")

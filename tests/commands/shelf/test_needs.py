@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from termgen.commands.shelf.model_facts import ModelFacts
+from termgen.commands.shelf.model_facts import OF_TRANSFORMERS, ModelFacts
 from termgen.commands.shelf.needs import Machine, mark_best, mark_best_file
 from termgen.config import EngineConfig
 from termgen.vocabulary.model_shelf import ModelChoice, Needs
@@ -114,6 +114,24 @@ def test_a_shorter_context_and_no_facts() -> None:
     assert (unknown.weights_bytes, unknown.kv_bytes, unknown.context) == (900, 0, 0)
     assert replace(machine(), bytes_per_s=None).needs(FACTS, None, GB).tokens_per_s is None
     assert machine().needs(None, None, 0).tokens_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "held_as", "weights"),
+    [
+        ("cpu", {}, "float32", 10 * GB),
+        ("cpu", {"dtype": "bfloat16"}, "16-bit floats", 5 * GB),
+        ("cuda:0", {}, "16-bit floats", 5 * GB),
+        ("cuda:0", {"dtype": "float32"}, "float32", 10 * GB),
+    ],
+)
+def test_what_the_code_of_transformers_runs_stays_floats(
+    device: str, config: dict[str, str], held_as: str, weights: int
+) -> None:
+    for facts in (None, ModelFacts(note=OF_TRANSFORMERS)):
+        needs = machine(device, **config).needs(facts, None, 5 * GB, of_transformers=True)
+        assert (needs.held_as, needs.weights_bytes) == (held_as, weights)
+    assert machine().needs(None, None, 5 * GB).held_as == "int8"
 
 
 def choice(

@@ -146,7 +146,7 @@ def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
 SCRIPT = """
 import asyncio, sys
 from termgen.commands import cli
-from termgen.tui.app import RemoteApp
+from termgen.tui.remote_app import RemoteApp
 from termgen.tui.chat.chat_screen import ChatScreen
 
 async def drive(app):

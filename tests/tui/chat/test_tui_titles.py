@@ -25,13 +25,13 @@ from tui_harness import (
 from termgen.commands.remote_command import RemoteHolder, RemoteTarget
 from termgen.config import UIConfig
 from termgen.errors import ConfigError, EngineError, RequestError
-from termgen.tui.app import RemoteApp
 from termgen.tui.chat import titler as titler_module
 from termgen.tui.chat.chat_screen import ChatScreen
 from termgen.tui.chat.saved.chat_db import ChatDatabase
 from termgen.tui.chat.saved.chat_store import ChatStore
 from termgen.tui.chat.saved.titles import MAX_CELLS, PARAMS, read_title, tidy_title
 from termgen.tui.chat.state.conversation import AnswerState, Turn
+from termgen.tui.remote_app import RemoteApp
 from termgen.vocabulary.request import FinishReason
 
 SIZE = (120, 34)

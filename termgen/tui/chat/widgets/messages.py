@@ -52,7 +52,7 @@ class EntryClicked(Message):
 @dataclass
 class SessionWish(Message):
     """An action of the user in the list of chats: one of open, rename, name (with its `title`),
-    delete, undo, search, pin."""
+    delete, undo, search, pin; or of its width: wider, narrower, pulled."""
 
     what: str
     session: SessionSummary | None

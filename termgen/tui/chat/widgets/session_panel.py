@@ -31,6 +31,11 @@ DAY_S = 86_400.0
 ROOMY_WIDTH = 60
 """Width at which a row also shows the model."""
 
+COLUMNS_STEP = 4
+"""How much wider or narrower a key makes the list."""
+LEAST_COLUMNS, MOST_SHARE = 28, 0.6
+"""The list beside the chat takes at least so many columns, and at most this part of them."""
+
 MAX_SEARCH_CHARS = 200
 PINNED_GROUP = "pinned"
 
@@ -207,6 +212,22 @@ class SessionList(Canvas, can_focus=True):
             id="sessions.last",
             tooltip="To the last chat of the list",
         ),
+        Binding(
+            "shift+right",
+            "wish('wider')",
+            "Wider list",
+            show=False,
+            id="sessions.wider",
+            tooltip="Make the list beside the chat wider (or pull its edge)",
+        ),
+        Binding(
+            "shift+left",
+            "wish('narrower')",
+            "Narrower list",
+            show=False,
+            id="sessions.narrower",
+            tooltip="Make the list beside the chat narrower",
+        ),
     ]
 
     def __init__(self, wall_clock: Callable[[], float], *, id: str) -> None:
@@ -293,6 +314,10 @@ class SessionPanel(Container):
         super().__init__(id=id)
         self._wall_clock = wall_clock
         self._renamed: SessionSummary | None = None
+        self.columns = 0
+        """Its width beside the chat, if it is not that of the style sheet; otherwise 0."""
+        self._is_pulled = False
+        """The mouse holds its edge."""
 
     def compose(self) -> ComposeResult:
         yield Input(
@@ -348,6 +373,36 @@ class SessionPanel(Container):
         # posted from here: a message that the list posts while its parent handles one stops at the
         # parent
         self.post_message(SessionWish("open", self.session_list.selected))
+
+    def set_columns(self, columns: int) -> None:
+        """Take a width, as far as the screen has room for it; 0: that of the style sheet."""
+        if columns:
+            most = max(LEAST_COLUMNS, int(self.app.size.width * MOST_SHARE))
+            columns = min(most, max(LEAST_COLUMNS, columns))
+            self.styles.width = self.styles.min_width = self.styles.max_width = columns
+        else:
+            for rule in ("width", "min_width", "max_width"):
+                self.styles.clear_rule(rule)
+        self.columns = columns
+
+    def change_columns(self, by: int) -> None:
+        self.set_columns((self.columns or self.outer_size.width) + by)
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        """A pull at its right edge changes its width, until the button is let go."""
+        if event.screen_x == self.region.right - 1:
+            self._is_pulled = True
+            self.capture_mouse()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        if self._is_pulled:
+            self.set_columns(max(1, event.screen_x - self.region.x + 1))
+
+    def on_mouse_up(self) -> None:
+        if self._is_pulled:
+            self._is_pulled = False
+            self.release_mouse()
+            self.post_message(SessionWish("pulled", None))
 
     def on_key(self, event: events.Key) -> None:
         """The down key leaves the search field for the list."""
