@@ -41,7 +41,7 @@ class DraftSteps:
         is_fixed = is_recurrent or bool(drafter.lengths)
         self.most_forced = drafter.num_tokens if is_fixed else MOST_FORCED
         if is_recurrent and drafter.lengths:
-            self.most_forced = 0  # not shown to be right on a GPU yet
+            self.most_forced = 0  # such steps of a GPU have not been checked with them
         """Tokens that a grammar forces, of a row in a step, at most."""
         self.is_idle = False
         """True if no drafts are made behind the step that is launched."""
