@@ -40,9 +40,9 @@ class DraftSteps:
         self.drafter = drafter
         is_fixed = is_recurrent or bool(drafter.lengths)
         self.most_forced = drafter.num_tokens if is_fixed else MOST_FORCED
+        """Tokens that a grammar forces, of a row in a step, at most."""
         if is_recurrent and drafter.lengths:
             self.most_forced = 0  # such steps of a GPU have not been checked with them
-        """Tokens that a grammar forces, of a row in a step, at most."""
         self.is_idle = False
         """True if no drafts are made behind the step that is launched."""
         self.most_even_tokens = 0
