@@ -244,6 +244,23 @@ def test_steps_before_others_without_drafts_make_none(
     assert engine.core.scheduler.stats.num_accepted_tokens > 5
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_drafts_alike_after_sleep(
+    target: Callable[[str], tuple[Path, list[list[int]]]], engines: Engines, level: int
+) -> None:
+    folder, expected = target(FAMILIES[0])
+    engine = engines(folder, **UNASKED)
+    assert run(engine) == expected
+    engine.sleep(level)
+    engine.wake_up()
+    written = note_drafts(engine)
+    assert run(engine) == expected
+    draft = plain_mtp(folder)
+    for text, drafts in written[::2]:
+        assert drafts == draft(text, NUM_DRAFTS), len(text)
+    assert len(written) > 20
+
+
 def test_a_dummy_model_has_a_dummy_layer(
     target: Callable[[str], tuple[Path, list[list[int]]]], engines: Engines
 ) -> None:
