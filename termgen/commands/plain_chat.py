@@ -33,6 +33,8 @@ PLAIN_HELP = """\
               the first one, too, /fit summarise has them summarised, /fit off sends all again
 /compact      have the older turns summarised now; /compact TEXT says what matters most
 /context      what the context holds
+/export PATH  write this chat to a new file, PATH.md for people or PATH.json; -f PATH replaces one
+/save N PATH  write code block N of the last answer to a new file
 /help         list these commands
 /quit         leave; so do Ctrl-D and Ctrl-C
 @FILE in a question sends that text file along; @"a b.txt" is for names with blanks.
@@ -73,6 +75,8 @@ class PlainChat:
             "fit": self._fit,
             "compact": self._compact,
             "context": self._show_context,
+            "export": self._export,
+            "save": self._save,
             "help": lambda _: self._say(PLAIN_HELP),
         }
         self._doubts = Doubts((*self._commands, "quit"))
@@ -255,6 +259,54 @@ class PlainChat:
 
         read = partial(MeterReader().read, max_tokens=self._ui.max_tokens)
         self._say("\n".join(meter_lines(self._run(read(self._client, self._chat)))))
+
+    # -- files ----------------------------------------------------------------------------
+
+    def _export(self, argument: str) -> None:
+        from termgen.tui.chat.saved import chat_records as records
+        from termgen.tui.chat.state.conversation import sampling_params
+
+        if not self._chat.turns:
+            self._say("There is nothing to export yet.")
+            return
+        params = sampling_params(self._client.model.default_params, self._ui)
+        try:
+            wanted = records.parse_export(argument)
+            session = records.session_record(self._chat, params)
+            if wanted.form == "md":
+                text = records.as_markdown(session, self._chat)
+            else:
+                turns = [records.turn_record(self._chat, turn) for turn in self._chat.turns]
+                text = records.as_json(session, turns)
+            replaced = records.write_new(wanted, text)
+        except TermgenError as error:
+            self._say(f"Not exported: {error}")
+            return
+        over = ", over the file that was there" if replaced else ""
+        self._say(f"Exported to {wanted.path}{over}.")
+
+    def _save(self, argument: str) -> None:
+        from termgen.tui.chat.saved.chat_records import ExportWish, user_path, write_new
+        from termgen.tui.paint.markdown import code_blocks
+
+        number, _, path = argument.partition(" ")
+        answers = [turn.answer for turn in self._chat.turns if turn.answer]
+        blocks = code_blocks(answers[-1]) if answers else []
+        if not number.isascii() or not number.isdigit() or not path.strip():
+            self._say("Not saved: which block, and where to? /save N PATH")
+        elif not 1 <= int(number[:5]) <= len(blocks):
+            self._say(f"Not saved: the last answer has {len(blocks)} code blocks")
+        else:
+            try:
+                wanted = user_path(path)
+                if wanted.exists():
+                    self._say(f"Not saved: {wanted} is there already; choose another name")
+                    return
+                write_new(ExportWish(wanted, "code"), blocks[int(number) - 1].code)
+            except (TermgenError, ValueError) as error:
+                self._say(f"Not saved: {error}")
+            else:
+                self._say(f"Code block {number} is in {wanted}.")
 
     def _refuse(
         self, question: str, files: tuple[Attachment, ...], error: ContextLengthError

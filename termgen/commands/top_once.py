@@ -18,6 +18,7 @@ from termgen.tui.feeds.attach import DEFAULT_URL, RemoteFeed
 from termgen.tui.feeds.feed import StreamFeed
 from termgen.tui.paint.formatting import count, percent, rate, took
 from termgen.tui.paint.sanitize import clean_line
+from termgen.vocabulary.device.expert_load import ExpertLoad
 from termgen.vocabulary.time_spread import Spread
 
 HZ = 20.0
@@ -121,8 +122,23 @@ def figures_of(feed: StreamFeed, view: DashboardView, trouble: str) -> dict[str,
         "prefix_hit_rate": view.prefix_hit_rate,
         "latency_ms": {name: _rounded(spread) for name, spread in spreads.items()},
         "drafts": None if drafts is None else drafts.as_json(),
+        "experts": None if snapshot is None else _experts(snapshot.experts),
         "limit": None if limit is None else {"cause": limit.cause, "words": limit.words},
         "slow_start": why_slow_start(view) or None,
+    }
+
+
+def _experts(load: ExpertLoad | None) -> dict[str, Any] | None:
+    """The load of a mixture's experts; None where it is not counted."""
+    if load is None:
+        return None
+    return {
+        "experts": load.num_experts,
+        "layers": len(load.peaks),
+        "imbalance": round(load.imbalance, 3),
+        "unused": round(load.unused_share, 4),
+        "busiest": [int(expert) for expert in load.busiest],
+        "peaks": [round(float(peak), 3) for peak in load.peaks],
     }
 
 
@@ -154,6 +170,9 @@ def lines_of(figures: dict[str, Any]) -> list[str]:
             lines.append(f"{name} {times} (p50/95/99)")
     if figures["drafts"] is not None:
         lines += _draft_lines(figures["drafts"])
+    if (experts := figures["experts"]) is not None:
+        unused = f"{percent(experts['unused'])} of them had no token"
+        lines.append(f"busiest expert {experts['imbalance']:.1f} times an even share, {unused}")
     if figures["limit"] is not None:
         lines.append(f"limited by {figures['limit']['cause']}: {figures['limit']['words']}")
     if figures["slow_start"] is not None:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from termgen.vocabulary.device.expert_load import ExpertLoad
+
 
 class DraftReason(enum.StrEnum):
     """What decided how many drafts a step had."""
@@ -448,3 +450,5 @@ class EngineSnapshot:
     """None for models without recurrent layers, or without a prefix cache."""
     block_groups: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     """[num_blocks] the group of layers that used each block last; empty if there is one group."""
+    experts: ExpertLoad | None = None
+    """None for models that are no mixtures, and where the use of experts is not counted."""

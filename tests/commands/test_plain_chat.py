@@ -25,6 +25,7 @@ from test_generate_remote import in_thread, loading_until_asked
 from termgen.commands.plain_chat import PLAIN_HELP, run_plain
 from termgen.config import UIConfig
 from termgen.errors import ContextLengthError, EngineError
+from termgen.tui.chat.saved.chat_records import read_chat
 
 
 @pytest.fixture(autouse=True)
@@ -344,3 +345,38 @@ def test_a_message_that_is_too_long_is_refused_with_its_size(
     shown = chat(engine, f"{'x' * 3000}\nshort\n", monkeypatch, capsys)
     assert "This message is too long. With the system prompt it has 3,0" in shown
     assert asked(engine)[-1] == [("user", "short")]
+
+
+def test_a_chat_and_its_code_go_to_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = FakeEngine(script=Script(pieces=("Like this:\n", "```py\nx = 1\n```\n")))
+    typed = (
+        "/export a.md\n/save 1 a.py\nhow?\n/export a.md\n/export a.md\n/export -f a.md\n"
+        "/export b.json\n/export b.txt\n/export gone/b.md\n"
+        "/save 1 a.py\n/save 1 a.py\n/save 2 c.py\n/save 99999999999 c.py\n/save a.py\n"
+        "/save 1 gone/a.py\n/save 1 a\0b\n"
+    )
+    shown = chat(engine, typed, monkeypatch, capsys)
+    assert len(engine.calls) == 1, "none of these is a question"
+    for words in (
+        "There is nothing to export yet.",
+        "the last answer has 0 code blocks",
+        "Exported to a.md.\nNot exported: a.md is there already",
+        "Exported to a.md, over the file that was there.",
+        "Exported to b.json.\nNot exported: ",
+        "Not exported: gone/b.md cannot be written: No such file or directory",
+        "Code block 1 is in a.py.\nNot saved: a.py is there already",
+        "Not saved: the last answer has 1 code blocks\n" * 2,
+        "Not saved: which block, and where to? /save N PATH",
+        "Not saved: gone/a.py cannot be written: No such file or directory",
+    ):
+        assert words in shown
+    assert (tmp_path / "a.py").read_text() == "x = 1\n"
+    told = (tmp_path / "a.md").read_text()
+    assert "## You\n\nhow?" in told and "```py\nx = 1\n```" in told
+    session, turns = read_chat(tmp_path / "b.json")
+    assert session.title == "how?" and [turn.question for turn in turns] == ["how?"]
+    names = {path.name for path in tmp_path.iterdir() if path.suffix in (".md", ".json", ".py")}
+    assert names == {"a.md", "a.py", "b.json"}

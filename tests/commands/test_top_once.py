@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_engine import make_memory_ledger
 from server_harness import serving
@@ -15,6 +17,7 @@ from tui_harness import busy_snapshot, chat_engine, step
 from termgen.commands import cli, top_once
 from termgen.commands.top_once import lines_of, run_once
 from termgen.tui.feeds.attach import AttachError
+from termgen.vocabulary.device.expert_load import ExpertLoad
 from termgen.vocabulary.events import DraftChoice, DraftReason
 
 
@@ -28,7 +31,7 @@ async def watched(
     """What is printed of a server whose engine makes a step every 20 ms. drafts: of each row there
     are two, and one stays."""
     engine = chat_engine(model_id="mine\x1b[2J", memory=make_memory_ledger())
-    engine.scripted_snapshot = busy_snapshot(**snapshot)
+    engine.scripted_snapshot = replace(busy_snapshot(), **snapshot)
     async with serving(engine) as server:
         printing = asyncio.create_task(
             asyncio.to_thread(run_once, [server.url], key=None, as_json=as_json)
@@ -64,6 +67,21 @@ async def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["latency_ms"]["ttft"] == {"p50": None, "p95": None, "p99": None}
     assert figures["limit"]["cause"] == "decodes" and "4 requests" in figures["limit"]["words"]
     assert sum(figures["kv_blocks"].values()) > 0 and 0 < figures["kv_usage"] < 1
+
+
+async def test_the_load_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(await watched(True, capsys))["experts"] is None
+    load = ExpertLoad.of(np.array([[10, 10, 10, 10], [40, 0, 0, 0]], np.int64))
+    assert json.loads(await watched(True, capsys, experts=load))["experts"] == {
+        "experts": 4,
+        "layers": 2,
+        "imbalance": 2.5,
+        "unused": 0.375,
+        "busiest": [0, 0],
+        "peaks": [1.0, 4.0],
+    }
+    lines = await watched(False, capsys, experts=load)
+    assert "busiest expert 2.5 times an even share, 38% of them had no token" in lines
 
 
 async def test_figures_in_lines(capsys: pytest.CaptureFixture[str]) -> None:

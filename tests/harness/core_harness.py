@@ -131,6 +131,9 @@ class ScriptedExecutor:
     def graph_status(self) -> GraphStatus:
         return GraphStatus(0, 0)
 
+    def expert_counts(self) -> None:
+        return None
+
     def shutdown(self) -> None:
         self.plans.clear()
 

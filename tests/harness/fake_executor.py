@@ -109,6 +109,9 @@ class FakeExecutor:
     def graph_status(self) -> GraphStatus:
         return GraphStatus(0, self.num_idle_jobs)
 
+    def expert_counts(self) -> None:
+        return None
+
     def sleep(self, level: int) -> None:
         if self.sleep_error is not None:
             raise self.sleep_error

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from fake_engine import Script
+from fake_engine import Script, make_memory_ledger
 from textual.pilot import Pilot
 from textual.widgets import Input
 from tool_samples import KNOWS_TOOLS, box_of, hermes
@@ -20,6 +21,7 @@ from tui_harness import (
     FrozenApp,
     TimedEngine,
     ask,
+    busy_snapshot,
     chat_engine,
     drafted_steps,
     feed_dashboard,
@@ -43,8 +45,10 @@ from termgen.tui.chat.widgets.prompt import Prompt
 from termgen.tui.dashboard.dashboard import DashboardScreen
 from termgen.tui.dashboard.dashboard_keys import PAGES
 from termgen.tui.paint.canvas import Canvas
+from termgen.vocabulary.device.expert_load import ExpertLoad
 from termgen.vocabulary.device.gpu_reading import GpuHistory, GpuReading
 from termgen.vocabulary.events import DraftChoice, DraftReason
+from termgen.vocabulary.memory_ledger import WeightReads
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 THEMES = ["termgen-dark", "termgen-light"]
@@ -158,6 +162,27 @@ def gpu_readings(app: FrozenApp) -> GpuHistory:
         )
         for age in range(119, -1, -1)
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_dashboard_experts(snap_compare: Compare, size: tuple[int, int], device: str) -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.poisson(rng.gamma(0.7, 60.0, (48, 128)))
+
+    async def with_experts(pilot: Pilot[Any]) -> None:
+        app = await begin(pilot)
+        await feed_dashboard(app, pilot)
+        app.now_ns += SECOND
+        load = ExpertLoad.of(counts) if device == "cpu" else None
+        app.engine.scripted_snapshot = replace(busy_snapshot(app.now_ns), experts=load)
+        await app.dashboard.refresh_view()
+        await pilot.press("g")
+        await pilot.pause()
+
+    memory = make_memory_ledger(reads=WeightReads(always_bytes=10**9, experts_bytes=10**10))
+    app = FrozenApp(chat_engine(memory=memory, device=device), start_screen="dashboard")
+    assert snap_compare(app, terminal_size=size, run_before=with_experts)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)

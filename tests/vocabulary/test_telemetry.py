@@ -13,6 +13,7 @@ import pytest
 from fake_engine import make_memory_ledger, make_model_info, make_snapshot, make_step_record
 
 from termgen.vocabulary import telemetry
+from termgen.vocabulary.device.expert_load import ExpertLoad
 from termgen.vocabulary.events import (
     DraftChoice,
     DraftReason,
@@ -86,6 +87,7 @@ def any_snapshot(rng: random.Random, step: StepRecord | None) -> EngineSnapshot:
     special: dict[str, Any] = {
         "step": step,
         "states": rng.choice((None, any_of(rng, StateView))),
+        "experts": any_load(rng),
         "requests": tuple(any_of(rng, RequestView) for _ in range(rng.randrange(4))),
         "block_states": np.array([rng.randrange(5) for _ in range(num_blocks)], np.uint8),
         "block_owners": np.array([rng.randrange(-1, 9) for _ in range(num_blocks)], np.int32),
@@ -95,11 +97,23 @@ def any_snapshot(rng: random.Random, step: StepRecord | None) -> EngineSnapshot:
     return EngineSnapshot(**plain, **special)
 
 
+def any_load(rng: random.Random) -> ExpertLoad | None:
+    if rng.random() < 0.5:
+        return None
+    counts = [[rng.randrange(1000) for _ in range(70)] for _ in range(rng.randint(1, 4))]
+    return ExpertLoad.of(np.array(counts, np.int64))
+
+
 def assert_same(one: EngineSnapshot, other: EngineSnapshot) -> None:
     for field in dataclasses.fields(EngineSnapshot):
         a, b = getattr(one, field.name), getattr(other, field.name)
         if isinstance(a, np.ndarray):
             assert a.dtype == b.dtype and a.tolist() == b.tolist(), field.name
+        elif isinstance(a, ExpertLoad):
+            assert isinstance(b, ExpertLoad)
+            for part in dataclasses.fields(ExpertLoad):
+                ours, theirs = getattr(a, part.name), getattr(b, part.name)
+                assert np.array_equal(ours, theirs) and type(ours) is type(theirs), part.name
         else:
             assert a == b and type(a) is type(b), field.name
 

@@ -378,6 +378,7 @@ class EngineCore:
             graphs=self.executor.graph_status(),
             paused=self.control.is_paused,
             sleep_level=self.control.sleep_level,
+            expert_counts=self.executor.expert_counts(),
         )
 
     def _idle_plan(self) -> StepPlan | None:

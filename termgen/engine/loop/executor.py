@@ -12,6 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from termgen.config import EngineConfig
 from termgen.system.cpu_settings import prepare_cpu
 from termgen.system.idle_process import IdleProcess
@@ -62,6 +65,10 @@ class Executor(MaskReceiver, Protocol):
         ...
 
     def graph_status(self) -> GraphStatus: ...
+
+    def expert_counts(self) -> npt.NDArray[np.int64] | None:
+        """[layers, experts]: how many tokens went to each expert; None: that is not counted."""
+        ...
 
     def sleep(self, level: int) -> None:
         """Release the KV cache, and the weights according to `SleepLevel`. No step may be in
@@ -191,6 +198,9 @@ class LocalExecutor:
 
     def graph_status(self) -> GraphStatus:
         return self._runner.graphs.status if self._runner is not None else GraphStatus(0, 0)
+
+    def expert_counts(self) -> npt.NDArray[np.int64] | None:
+        return self._runner.expert_counts() if self._runner is not None else None
 
     def sleep(self, level: int) -> None:
         from termgen.engine.device.runner.sleep import DeepSleep, LightSleep

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from termgen.engine.schedule.block_pool import PoolCopy
 from termgen.engine.schedule.scheduler import Scheduler
 from termgen.vocabulary.cache_groups import blocks_of_context
+from termgen.vocabulary.device.expert_load import ExpertLoad
 from termgen.vocabulary.events import EngineSnapshot, RequestView, StepRecord
 from termgen.vocabulary.model_info import GraphStatus
 from termgen.vocabulary.request import Request, RequestStatus
@@ -36,6 +37,8 @@ class StateCopy:
     """Blocks of each listed running request."""
     groups: npt.NDArray[np.uint8]
     """The group that used each block last; empty if there is one group."""
+    expert_counts: npt.NDArray[np.int64] | None
+    """[layers, experts]"""
     rest: Callable[..., EngineSnapshot]
     """Builds the snapshot, given the block map."""
 
@@ -53,6 +56,7 @@ class StateCopy:
             num_evictions=self.pool.num_evictions,
             cpu_s=time.process_time(),
             resident_bytes=resident_bytes(),
+            experts=None if self.expert_counts is None else ExpertLoad.of(self.expert_counts),
         )
 
 
@@ -74,8 +78,10 @@ def copy_state(
     graphs: GraphStatus,
     paused: bool,
     sleep_level: int,
+    expert_counts: npt.NDArray[np.int64] | None = None,
 ) -> StateCopy:
-    """Copy the engine's state. `plan`: the newest one, for each request's tokens in it."""
+    """Copy the engine's state. `plan`: the newest one, for each request's tokens in it.
+    expert_counts: tokens of each layer's experts."""
     now = time.perf_counter_ns()
     table, kv = scheduler.slots, scheduler.kv
     scheduled: dict[int, tuple[int, int]] = {}  # slot: (tokens in the step, drafts among them)
@@ -117,7 +123,7 @@ def copy_state(
         states=None if kv.states is None else kv.states.view(),
         waiting_reason=_waiting_reason(scheduler, plan, paused) if len(scheduler.waiting) else "",
     )
-    return StateCopy(pool.copy(), owned, kv.block_groups.copy(), rest)
+    return StateCopy(pool.copy(), owned, kv.block_groups.copy(), expert_counts, rest)
 
 
 def _waiting_reason(scheduler: Scheduler, plan: StepPlan | None, paused: bool) -> str:

@@ -23,6 +23,7 @@ from termgen.tui.chat.state.conversation import sampling_params
 from termgen.tui.chat.state.sampling_fields import FIELDS, changes, without
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.chat_rows import attachment_words
+from termgen.tui.chat.widgets.file_tokens import Chip, FileTokens
 from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.spans import cut
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -113,8 +114,9 @@ class Settings:
 class QuestionFiles:
     """Files that go with the next question, and the title of the prompt, which shows them."""
 
-    def __init__(self, view: ChatView) -> None:
+    def __init__(self, view: ChatView, client: Callable[[], EngineClient]) -> None:
         self._view = view
+        self._tokens = FileTokens(view.start_worker, client, on_counted=self.show_title)
         self.attached: tuple[Attachment, ...] = ()
         self._label = ""
         """First words of the title, when the prompt is not for a new question."""
@@ -211,13 +213,15 @@ class QuestionFiles:
             self._label = label
         prompt = self._view.prompt
         words = [self._label] if self._label else []
-        words += [attachment_words(file.name, file.num_bytes) for file in self.attached]
+        chips = [Chip(file.name, file.num_bytes, attached=file) for file in self.attached]
         attached = {file.name for file in self.attached}
-        words += [
-            attachment_words(name, files.size_of(name))
+        chips += [
+            Chip(name, *files.version_of(name))
             for name in files.mentions(prompt.text)
             if name not in attached and name not in self._reading
         ]
+        self._tokens.count(chips)
+        words += [attachment_words(c.name, c.num_bytes, self._tokens.of(c)) for c in chips]
         words += [f"▤ {clean_line(name)} is read …" for name in sorted(self._reading)]
         width = max(8, prompt.size.width - 4)
         # Content, not markup: a file's name may hold brackets

@@ -97,7 +97,7 @@ class ChatScreen(ThemedScreen):
         self.transcript, self.area, self.prompt = view.transcript, view.area, view.prompt
         self.status = view.status
         self.settings = Settings(view, client, ui, on_change=self._settings_changed)
-        self.files = QuestionFiles(view)
+        self.files = QuestionFiles(view, lambda: self.settings.client)
         self.dialogue = Dialogue(
             view,
             self.settings,

@@ -162,9 +162,9 @@ class Held:
     def a_slow_grammar(self) -> Limit | None:
         fill = GrammarState.fill
 
-        def slowly(state: GrammarState) -> None:
+        def slowly(state: GrammarState, most_forced: int = 0) -> None:
             time.sleep(SLOW_MASK_S)
-            fill(state)
+            fill(state, most_forced)
 
         self._patch.setattr(GrammarState, "fill", slowly)
         self._patch.setattr(

@@ -154,7 +154,8 @@ class NativeOps(TorchOps):
         limits = (0.0, 0.0) if clamp is None else (clamp.limit, clamp.alpha)
         chosen = Activation(activation, *limits)
         all_experts = ExpertWeights(first, second, chosen, gate_up_bias, down_bias, weighs_inputs)
-        return run_natively(x.contiguous(), ids.int(), weights.contiguous(), all_experts)
+        counts = getattr(gate_up, "counts", None)
+        return run_natively(x.contiguous(), ids.int(), weights.contiguous(), all_experts, counts)
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         size = gate_up.shape[1] // 2

@@ -443,7 +443,10 @@ def run_experts(
     """
     top_k = ids.shape[1]
     pairs = ids.flatten().argsort(stable=True)  # pair p is expert p % top_k of token p // top_k
-    ends = torch.bincount(ids.flatten(), minlength=len(gate_up)).cumsum(0).tolist()
+    chosen = torch.bincount(ids.flatten(), minlength=len(gate_up))
+    if (counts := getattr(gate_up, "counts", None)) is not None:
+        counts += chosen
+    ends = chosen.cumsum(0).tolist()
     outputs = x.new_empty(len(pairs), x.shape[1])
     for expert, (start, end) in enumerate(pairwise([0, *ends])):
         if start < end:

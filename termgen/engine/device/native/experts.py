@@ -137,11 +137,13 @@ def run_natively(
     ids: torch.Tensor,  # [T, k] int32
     weights: torch.Tensor,  # [T, k] float32
     experts: ExpertWeights,
+    counts: torch.Tensor | None = None,  # [num_experts] int64
 ) -> torch.Tensor:
     """[T, hidden]: each token's experts, weighted and added up. `ops.run_experts` is the
-    reference."""
+    reference. counts: how often each expert was chosen is added."""
     out = torch.empty_like(x)
-    counts = torch.zeros(experts.num_experts, dtype=torch.int64)
+    if counts is None:
+        counts = torch.zeros(experts.num_experts, dtype=torch.int64)
     top_k = ids.shape[1]
     scratch = _scratch(experts.scratch_bytes(min(len(x), MOST_TOKENS), top_k))
     parts = (torch.split(part, MOST_TOKENS) for part in (x, ids, weights, out))

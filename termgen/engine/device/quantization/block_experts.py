@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from termgen.engine.device.layers.linear import Build, LinearMethodFactory
 from termgen.engine.device.layers.matrix_list import MatrixList
 from termgen.engine.device.native import why_unusable
@@ -22,6 +24,8 @@ class BlockExperts(MatrixList):
         super().__init__(shape, build, make_method)
         self.table: BlockTable | None = None
         """Set once they are loaded, if the kernel covers them."""
+        self.counts = torch.zeros(len(self), dtype=torch.int64)
+        """How many tokens went to each expert; kept by those matrices that are multiplied first."""
 
     def finalize(self) -> None:
         super().finalize()

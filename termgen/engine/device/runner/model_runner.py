@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from termgen.engine.device.attention.base import ForwardContext
@@ -28,6 +29,7 @@ from termgen.engine.device.kernels.kv_cache import fill_with_nan
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.device.models.rehearsal import one_layer_of_each_kind
 from termgen.engine.device.models.transformers_backend import TransformersDecoder
+from termgen.engine.device.quantization.block_experts import BlockExperts
 from termgen.engine.device.recurrent.base import GatedDeltaState, RecurrentStep, empty_state
 from termgen.engine.device.runner.async_output import (
     AsyncOutput,
@@ -141,6 +143,8 @@ class ModelRunner:
         self.kv_caches: list[torch.Tensor] = []
         self.placement: Placement | None = None
         """Where a mixture's experts are, if the CPU computes some of them."""
+        self._expert_counts: list[torch.Tensor] = []
+        """A tensor for each layer that counts the tokens of its experts on a CPU."""
         self.states: list[GatedDeltaState] = []
         """One for each recurrent layer: the states of all request rows, and copies behind them."""
         is_cached = self.recurrent is not None and caches_states
@@ -194,8 +198,22 @@ class ModelRunner:
         """Context for rehearsing and recording steps: see `Placement.at_rest`."""
         return nullcontext() if self.placement is None else self.placement.at_rest()
 
+    def expert_counts(self) -> npt.NDArray[np.int64] | None:
+        """[layers, experts]: how many tokens went to each expert; None where that is not counted.
+        A copy, which steps that run meanwhile may have changed in part."""
+        if self.placement is not None:
+            return self.placement.counts
+        counts = self._expert_counts
+        if not counts or self.config.moe is None:
+            return None
+        return np.stack([one.numpy() for one in counts])[:, : self.config.moe.num_experts]
+
     def be_ready(self) -> None:
-        """Count compilations from now on, as no step should need any."""
+        """Count compilations from now on, as no step should need any, and tokens of experts."""
+        parts = ((n, m) for n, m in self.model.named_modules() if n.endswith(".gate_up"))
+        self._expert_counts = [m.counts for _, m in parts if isinstance(m, BlockExperts)]
+        for counts in self._expert_counts:
+            counts.zero_()
         if self.uses_kernels:
             from termgen.engine.device.kernels.compilation import CompileCounter
 

@@ -77,12 +77,13 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def size_of(name: str) -> int:
-    """Bytes of a file; 0 if it has just gone."""
+def version_of(name: str) -> tuple[int, int]:
+    """Bytes of a file, and when it was last written in ns; zeros if it has just gone."""
     try:
-        return Path(name).expanduser().stat().st_size
+        found = Path(name).expanduser().stat()
     except (OSError, ValueError, RuntimeError):
-        return 0
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 def read_file(name: str) -> Attachment:

@@ -68,9 +68,11 @@ def question_rows(text: str, attachments: Sequence[Attachment], width: int) -> l
     return [(("▎ ", "user"), *row) for row in rows]
 
 
-def attachment_words(name: str, num_bytes: int) -> str:
-    """`▤ scheduler.py 4.1k`: a file's name and size in bytes."""
-    return f"▤ {clean_line(name)} {count(num_bytes)}"
+def attachment_words(name: str, num_bytes: int, num_tokens: int = 0) -> str:
+    """`▤ scheduler.py 1.2k tok`: a file's name and tokens, or `4.1k`, its bytes, where those are
+    not known."""
+    size = f"{count(num_tokens)} tok" if num_tokens else count(num_bytes)
+    return f"▤ {clean_line(name)} {size}"
 
 
 def answer_header(name: str, turn: Turn, width: int) -> Row:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from termgen.client import ModelInfo
 from termgen.tui.dashboard.pages.batch import MODE_ROLES
+from termgen.tui.dashboard.pages.experts import experts_height, experts_panel
 from termgen.tui.dashboard.pages.timeline import ON_CPU, PhaseTimes, phases_panel
 from termgen.tui.dashboard.state.gpu_figures import (
     held_clocks,
@@ -30,6 +31,8 @@ from termgen.vocabulary.memory_ledger import MemoryLedger, size
 from termgen.vocabulary.startup_phases import StartupPhase
 
 TWO_COLUMNS = 100
+BRIEF_EXPERTS = 2
+"""Lines of the experts' panel in one column, where a processor has more to show."""
 MEMORY_NAMES = {
     "weights": ("weights", "decode"),
     "activations": ("activations", "latency"),
@@ -73,7 +76,9 @@ def graphs_page(
         left, right = width * 3 // 5, width - width * 3 // 5
         missed = min(max(5, height // 3), height)
         memory = min(len(MEMORY_NAMES) + 4, height)
-        first = sizes_panel(view, Frame(left, height - missed, boxed))
+        experts = experts_height(view, model, (height - missed) // 2, edge)
+        first = sizes_panel(view, Frame(left, height - missed - experts, boxed))
+        first += experts_panel(view, model, Frame(left, experts, boxed)) if experts else []
         first += misses_panel(view.graphs, Frame(left, missed, boxed))
         figures = gpu_lines(view, gpu)
         device = min(len(figures) + edge, height - memory) if figures else 0
@@ -85,10 +90,13 @@ def graphs_page(
     memory = max(3, height // 3)
     started = max(3, height // 5)
     rest = max(1, height - missed - memory - started)
+    experts = experts_height(view, model, rest // 2, edge)
+    rest -= experts
     figures = gpu_lines(view, gpu)
     device = min(len(figures) + edge, rest - 3) if figures else 0
     rows = gpu_panel(figures, Frame(width, device, boxed)) if device > edge else []
     rows = sizes_panel(view, Frame(width, rest - len(rows), boxed)) + rows
+    rows += experts_panel(view, model, Frame(width, experts, boxed)) if experts else []
     rows += misses_panel(view.graphs, Frame(width, missed, boxed))
     rows += memory_panel(model.memory, Frame(width, memory, boxed), glyphs)
     rows += startup_panel(model.startup, Frame(width, started, boxed))
@@ -109,16 +117,20 @@ def _cpu_page(
     if width >= TWO_COLUMNS:
         left, right = width * 3 // 5, width - width * 3 // 5
         cpu = max(0, height - phases)
-        first = cpu_panel(view, model, Frame(left, cpu, boxed))
+        experts = experts_height(view, model, cpu * 2 // 3, edge)
+        first = cpu_panel(view, model, Frame(left, cpu - experts, boxed))
+        first += experts_panel(view, model, Frame(left, experts, boxed)) if experts else []
         first += phases_panel(took_ms, Frame(left, height - cpu, boxed), on_cpu=True)
         memory = min(len(MEMORY_NAMES) + 4, height)
         second = memory_panel(model.memory, Frame(right, memory, boxed), glyphs)
         second += startup_panel(model.startup, Frame(right, height - memory, boxed))
         return [(*a, *b) for a, b in zip(first, second, strict=True)]
     cpu = min(height, 3 + edge)
-    memory = max(0, min(len(MEMORY_NAMES) + edge, height - cpu - phases))
+    experts = experts_height(view, model, min(edge + BRIEF_EXPERTS, height - cpu - phases), edge)
+    memory = max(0, min(len(MEMORY_NAMES) + edge, height - cpu - phases - experts))
     rows = cpu_panel(view, model, Frame(width, cpu, boxed))
     rows += phases_panel(took_ms, Frame(width, min(phases, height - cpu), boxed), on_cpu=True)
+    rows += experts_panel(view, model, Frame(width, experts, boxed)) if experts else []
     rows += memory_panel(model.memory, Frame(width, memory, boxed), glyphs) if memory else []
     rest = height - len(rows)
     if rest > edge:
