@@ -135,6 +135,7 @@ class NativeOps(TorchOps):
         if (
             first is None
             or second is None
+            or not second.takes(first)
             or (clamp is None and activation not in ACTIVATIONS)
             or x.dtype is not torch.float32
             or len(x) * top_k > _MOST_ROWS * len(down)

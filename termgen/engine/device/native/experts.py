@@ -39,6 +39,11 @@ class BlockTable:
         places = [(one.tiles.data_ptr(), one.row_scale.data_ptr()) for one in matrices]
         return cls(matrices, torch.tensor(places, dtype=torch.int64), num_bits)
 
+    def takes(self, gate_up: BlockTable) -> bool:
+        """True if its columns are what half of the other's rows give: columns that fill no block
+        are padded, and rows are not."""
+        return 2 * self.matrices[0].num_columns == gate_up.matrices[0].num_rows
+
     @property
     def layout(self) -> Layout:
         return Layout(BLOCK, TILE, self.num_bits, COARSE)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from termgen.engine.device.config.experts_config import GluClamp
+from termgen.engine.device.layers.linear import Build, FloatLinear
+from termgen.engine.device.layers.native_ops import NativeOps
 from termgen.engine.device.layers.ops import TorchOps, clamped_glu, run_experts
 from termgen.engine.device.native.expert_kernels import Activation
 from termgen.engine.device.native.experts import BlockTable, ExpertWeights, run_natively
 from termgen.engine.device.native.int8_blocks import Int8Blocks, dequantize, quantize_rows
+from termgen.engine.device.quantization.block_experts import BlockExperts
+from termgen.engine.device.quantization.int8 import Int8Linear
 
 CLAMP = GluClamp(alpha=1.702, limit=0.7)
 
@@ -110,6 +115,27 @@ def test_a_token_has_the_same_result_beside_others() -> None:
         run_natively(*(part[i : i + 1] for part in (x, ids, weights)), experts) for i in range(40)
     ]
     assert torch.equal(whole, torch.cat(alone))
+
+
+@pytest.mark.parametrize("inner", [16, 48, 80, 64])
+def test_columns_that_fill_no_block_are_computed_one_by_one(inner: int) -> None:
+    """With `2 * inner` rows in whole tiles, and columns that are padded."""
+    num, hidden = 4, 64
+    build = Build(torch.float32, torch.device("cpu"), FloatLinear, NativeOps())
+    parts, floats = [], []
+    for rows, columns in ((2 * inner, hidden), (hidden, inner)):
+        part = BlockExperts((num, rows, columns), build, Int8Linear)
+        weights = torch.randn(num, rows, columns) * columns**-0.5
+        for expert, weight in enumerate(weights):
+            part._loaders[expert].load_rows(weight, 0)
+        part.finalize()
+        parts.append(part)
+        floats.append(weights)
+    x, logits = torch.randn(5, hidden), torch.randn(5, num)
+    options: dict[str, Any] = {"top_k": 2, "renormalize": True, "activation": "silu"}
+    found = NativeOps().experts(x, logits, *parts, **options)
+    expected = TorchOps().experts(x, logits, *floats, **options)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
 
 def test_matrices_that_are_not_alike_have_no_table() -> None:
