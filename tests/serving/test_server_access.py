@@ -38,7 +38,7 @@ CLIENT_PATHS = {
     *("/v1/models", "/v1/models/{id:path}", "/v1/chat/completions", "/v1/completions"),
     *("/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
     *("/tokenize", "/detokenize", "/tokenizer_info", "/v1/requests/{id}/cancel"),
-    *("/health", "/ready", "/metrics", "/version", "/openapi.json"),
+    *("/health", "/ready", "/load", "/metrics", "/version", "/openapi.json"),
 }
 """Paths open to any key. Every other route of the app must be for administrators."""
 
