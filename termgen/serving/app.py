@@ -20,7 +20,14 @@ from termgen.api.rows import Row
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
 from termgen.serving.access import LOCAL_ORIGIN, LOCAL_PAGES, ApiKeyCheck, OriginCheck
-from termgen.serving.middleware import BodyLimit, CrossOrigin, HostCheck, RequestContext, for_path
+from termgen.serving.middleware import (
+    BodyLimit,
+    CrossOrigin,
+    HostCheck,
+    RequestContext,
+    RootPath,
+    for_path,
+)
 from termgen.serving.responses import JSONReply, error_response
 from termgen.serving.routes import PlainRow, paths_of, route_of, shapes_of
 from termgen.serving.state import ServerState
@@ -46,6 +53,7 @@ def build_app(state: ServerState, *, endpoints: Sequence[Row] = ENDPOINTS) -> St
     app = Starlette(
         routes=[route_of(row) for row in rows],
         middleware=[
+            *([Middleware(RootPath, root_path=config.root_path)] if config.root_path else []),
             *_cross_origin(config),
             Middleware(
                 RequestContext,
@@ -128,6 +136,13 @@ async def openapi(request: Request) -> Response:
 
 
 def describe_app(app: Starlette) -> dict[str, Any]:
-    takes_templates = app.state.server.config.trust_request_chat_template
+    config = app.state.server.config
+    takes_templates = config.trust_request_chat_template
     hidden = frozenset() if takes_templates else frozenset({"chat_template"})
-    return describe(app.state.rows, title="termgen", version=__version__, hidden=hidden)
+    return describe(
+        app.state.rows,
+        title="termgen",
+        version=__version__,
+        hidden=hidden,
+        root_path=config.root_path,
+    )

@@ -122,6 +122,37 @@ async def test_admin_routes_need_the_admin_key_however_they_are_spelt() -> None:
     assert (await ask_raw(app, "GET", "/v1/models", "root"))[0] == 200
 
 
+ROOT = "/llm/tiny.1"
+
+
+async def test_a_root_path_may_be_there_or_not_and_opens_nothing() -> None:
+    engine = FakeEngine()
+    config = ServerConfig(api_key=("one",), admin_key=("root",), root_path=ROOT)
+    app = create_app(engine, config)
+    for path in ("/v1/models", "/metrics", "/openapi.json"):
+        for target in (path, ROOT + path):
+            assert (await ask_raw(app, "GET", target, None))[0] == 401
+            assert (await ask_raw(app, "GET", ROOT + ROOT + path, "one"))[0] == 404
+        if path != "/metrics":
+            plain, rooted = [await ask_raw(app, "GET", p, "one") for p in (path, ROOT + path)]
+            assert plain == rooted and plain[0] == 200
+    assert rooted[1]["servers"] == [{"url": ROOT}]
+    assert (await ask_raw(app, "GET", f"{ROOT}/health", None))[0] == 200
+    for path in admin_paths(app):
+        for spelt in (path, *spellings(path)):
+            assert (await ask_raw(app, "POST", ROOT + spelt, "one"))[0] in (403, 404), spelt
+    for target in (ROOT, f"{ROOT}x/v1/models", "/llm/v1/models", ROOT.upper() + "/v1/models"):
+        assert (await ask_raw(app, "GET", target, "one"))[0] == 404, target
+    assert engine.controls == []
+
+
+@pytest.mark.parametrize("path", ["llm", "/", "/llm/", "//llm", "/a b", "/a%20b", "/..", "/a/../b"])
+def test_a_root_path_is_a_plain_path(path: str) -> None:
+    with pytest.raises(ConfigError, match="root_path must be a path") as caught:
+        ServerConfig(root_path=path)
+    assert caught.value.param == "root_path"
+
+
 async def test_without_client_keys_admin_routes_are_shut_all_the_same() -> None:
     configs: list[dict[str, Any]] = [{"admin_key": ("root",)}, {"host": "0.0.0.0"}]
     for config in configs:
