@@ -379,7 +379,9 @@ class ServerConfig:
         nargs="+",
         secret=True,
     )
-    api_key_file: str | None = setting(None, "file with further keys, one a line")
+    api_key_file: str | None = setting(
+        None, "file with further keys, one a line; changes hold without a restart"
+    )
     admin_key: tuple[str, ...] = setting(
         (),
         "key for pausing, resetting and watching the engine, and for everything else; with keys "

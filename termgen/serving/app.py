@@ -19,7 +19,13 @@ from termgen.api.openapi import describe
 from termgen.api.rows import Row
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
-from termgen.serving.access import LOCAL_ORIGIN, LOCAL_PAGES, ApiKeyCheck, OriginCheck
+from termgen.serving.access import (
+    LOCAL_ORIGIN,
+    LOCAL_PAGES,
+    ApiKeyCheck,
+    KeyFileWatch,
+    OriginCheck,
+)
 from termgen.serving.middleware import (
     BodyLimit,
     CrossOrigin,
@@ -35,6 +41,8 @@ from termgen.serving.table import ENDPOINTS
 
 EVENT_INTERVAL_S = 0.25
 """Interval of counting engine events: many at once would delay the streams."""
+KEY_INTERVAL_S = 1.0
+"""Interval of looks at the key file; a change is read at the second look."""
 
 
 def create_app(
@@ -101,13 +109,17 @@ def _cross_origin(config: ServerConfig) -> list[Middleware]:
 @asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
     state: ServerState = app.state.server
-    task = asyncio.create_task(_count_events(state))
+    tasks = [asyncio.create_task(_count_events(state))]
+    if state.config.api_key_file is not None:
+        watch = KeyFileWatch(state.keys, state.config.api_key_file)
+        tasks.append(asyncio.create_task(_watch_keys(watch)))
     try:
         yield
     finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
         state.detach()
         if state.wants_reports:
             await asyncio.to_thread(state.close_reports)
@@ -117,6 +129,13 @@ async def _count_events(state: ServerState) -> None:
     while True:
         await asyncio.sleep(EVENT_INTERVAL_S)
         state.drain_events()
+
+
+async def _watch_keys(watch: KeyFileWatch) -> None:
+    while True:
+        await asyncio.sleep(KEY_INTERVAL_S)
+        with suppress(RuntimeError):  # the system has no thread left: the next look will do
+            await asyncio.to_thread(watch.look)  # a file of another machine may take its time
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

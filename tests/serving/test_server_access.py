@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Message
 from termgen.config import ServerConfig
 from termgen.errors import ConfigError
 from termgen.server import Server, create_app
-from termgen.serving.access import Caller, KeyRing, Role
+from termgen.serving.access import Caller, KeyFileWatch, KeyRing, Role
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -244,6 +245,93 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
         KeyRing(ServerConfig(api_key_file=str(tmp_path / "missing")))
     with pytest.raises(ConfigError, match="must differ"):
         KeyRing(ServerConfig(api_key=("same",), admin_key=("same",)))
+
+
+def test_a_changed_key_file_is_read_once_it_rests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "keys"
+    path.write_text("first\n")
+    config = ServerConfig(api_key=("own",), admin_key=("root",), api_key_file=str(path))
+    keys = KeyRing(config)
+    watch = KeyFileWatch(keys, str(path))
+
+    def known() -> set[str]:
+        names = ("own", "root", "first", "sec", "second", "third")
+        return {name for name in names if keys.find(name.encode())}
+
+    for _ in range(3):
+        assert not watch.look() and known() == {"own", "root", "first"}
+    first = keys.find(b"first")
+    path.write_text("first\nsec")  # half of it
+    assert not watch.look()
+    path.write_text("first\nsecond\n")
+    assert not watch.look() and known() == {"own", "root", "first"}
+    assert watch.look() and known() == {"own", "root", "first", "second"}
+    assert not watch.look()
+    again = keys.find(b"first")
+    assert first is not None and again is not None and again.salt("x") == first.salt("x")
+    other = tmp_path / "other"
+    other.write_text("third\n")
+    other.replace(path)
+    watch.look()
+    assert watch.look() and known() == {"own", "root", "third"}
+    assert "second" not in caplog.text and "third" not in caplog.text
+    for content in (b"", b"# none", b"\xff\xfe\x80", b"root\n", None):
+        caplog.clear()
+        path.unlink() if content is None else path.write_bytes(content)
+        for _ in range(4):
+            assert not watch.look()
+        assert known() == {"own", "root", "third"}
+        [line] = [record.getMessage() for record in caplog.records]
+        assert line.startswith("the keys stay as they were: "), content
+    path.write_text("second\n")
+    watch.look()
+    assert watch.look() and known() == {"own", "root", "second"}
+
+
+def test_a_key_that_replaces_another_does_not_find_its_prompts(tmp_path: Path) -> None:
+    keys = KeyRing(ServerConfig(api_key_file=str(write_keys(tmp_path, "old"))))
+    old = keys.find(b"old")
+    assert old is not None and old.salt(None) is None, "one key has nobody to hide from"
+    assert not keys.use(["old"]) and keys.use(["new"])
+    new = keys.find(b"new")
+    assert keys.find(b"old") is None and new is not None and new.salt(None) is not None
+    assert keys.use(["old", "new"]) and keys.find(b"old") == old, "known by its key, not by a salt"
+
+
+def write_keys(folder: Path, *keys: str) -> Path:
+    path = folder / "keys"
+    path.write_text("\n".join(keys))
+    return path
+
+
+async def test_a_running_server_takes_new_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("termgen.serving.app.KEY_INTERVAL_S", 0.01)
+    path = write_keys(tmp_path, "old")
+    async with socket_client(FakeEngine(), api_key_file=str(path)) as client:
+
+        async def statuses() -> list[int]:
+            asked = [await client.get("/v1/models", headers=bearer(k)) for k in ("old", "new")]
+            return [response.status_code for response in asked]
+
+        assert await statuses() == [200, 401]
+        for keys, wanted in ((("old", "new"), [200, 200]), (("new",), [401, 200])):
+            write_keys(tmp_path, *keys)
+            async with asyncio.timeout(20):
+                while await statuses() != wanted:
+                    await asyncio.sleep(0.01)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_of_keys_is_read_once(tmp_path: Path) -> None:
+    keys = KeyRing(ServerConfig(api_key=("one",)))
+    os.mkfifo(tmp_path / "pipe")
+    watch = KeyFileWatch(keys, str(tmp_path / "pipe"))
+    assert not any(watch.look() for _ in range(3)), "else it would wait for a writer"
 
 
 async def test_keys_are_in_no_log_and_no_text_about_the_config(
