@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 import types
 import typing
 from dataclasses import Field, dataclass, field, fields
@@ -33,6 +34,7 @@ CONTEXT_POLICIES = ("ask", "drop", "ends", "summarise")
 DEVICE_WAITS = ("auto", "spin", "sleep")
 CUDAGRAPH_MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 MAX_INT = 2**31 - 1
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -377,7 +379,9 @@ class ServerConfig:
         nargs="+",
         secret=True,
     )
-    api_key_file: str | None = setting(None, "file with further keys, one a line")
+    api_key_file: str | None = setting(
+        None, "file with further keys, one a line; changes hold without a restart"
+    )
     admin_key: tuple[str, ...] = setting(
         (),
         "key for pausing, resetting and watching the engine, and for everything else; with keys "
@@ -414,6 +418,12 @@ class ServerConfig:
         "(default: none)",
         metavar="ORIGIN",
         nargs="+",
+    )
+    root_path: str = setting(
+        "",
+        "path under which a proxy shows this server, such as /llm: requests are taken with it and "
+        "without it (default: none)",
+        metavar="PATH",
     )
     max_body_bytes: int = setting(8 * 2**20, "largest request body in bytes", minimum=1024)
     max_body_memory: int = setting(
@@ -484,6 +494,12 @@ class ServerConfig:
         for name in ("api_key", "admin_key", "served_model_name", "allowed_origin"):
             if any(not value.strip() for value in getattr(self, name)):
                 raise ConfigError(f"{name} must not be empty", param=name)
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"root_path must be a path such as /llm, without a / at its end, not "
+                f"{self.root_path!r}",
+                param="root_path",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

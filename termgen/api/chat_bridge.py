@@ -46,7 +46,7 @@ CHAT_WORDS: Mapping[str, Check] = {
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), is_empty),
     **dict.fromkeys(("max_completion_tokens", "max_tokens", "messages"), never),
     **dict.fromkeys(("prompt_logprobs", "reasoning", "reasoning_effort", "thinking"), never),
-    "prediction": never,
+    **dict.fromkeys(("prediction", "truncate_prompt_tokens"), never),
     "response_format": one_of({"type": "text"}),
 }
 """Fields that change a chat: value check -> harmless? An endpoint that does not take them, or has

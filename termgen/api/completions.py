@@ -140,6 +140,9 @@ def parse_completion(
     prompts = _parse_prompts(body.prompt)
     if body.suffix:
         prompts = _with_gap(prompts, body.suffix, echo=body.echo)
+    if body.echo and body.truncate_prompt_tokens is not None:
+        name = "truncate_prompt_tokens"
+        raise RequestError(f"{name} and echo exclude each other", param=name)
     check_prompt_logprobs(body)
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:  # the answer, and so its logprobs, has the prompt

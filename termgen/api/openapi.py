@@ -16,9 +16,15 @@ from termgen.api.rows import Row
 
 
 def describe(
-    rows: Sequence[Row], *, title: str, version: str, hidden: frozenset[str] = frozenset()
+    rows: Sequence[Row],
+    *,
+    title: str,
+    version: str,
+    hidden: frozenset[str] = frozenset(),
+    root_path: str = "",
 ) -> dict[str, Any]:
-    """The whole document, OpenAPI 3.1. hidden: fields of bodies that this server refuses."""
+    """The whole document, OpenAPI 3.1. hidden: fields of bodies that this server refuses.
+    root_path: the path under which clients find the server."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Any] = {}
     for row in rows:
@@ -31,6 +37,7 @@ def describe(
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {"schemas": schemas},
     }

@@ -180,7 +180,7 @@ REFUSED: dict[str, Check] = {
     **OTHERS_WORDS,
     "use_beam_search": is_empty,
     "length_penalty": one_of(1, 1.0),
-    "truncate_prompt_tokens": never,
+    "truncation_side": one_of("left"),
     "logits_processors": is_empty,
     "kv_transfer_params": is_empty,
 }
@@ -370,6 +370,17 @@ class GenerationFields(SharedFields, frozen=True):
             "beyond the engine's `--max-num-seqs` wait in its queue",
         ),
     ] = 1
+    truncate_prompt_tokens: Annotated[
+        TokenLimit | None,
+        PROMPT(
+            "keep only so many tokens at the end of the prompt, of a chat after its template; -1: "
+            "as many as leave the context room for `max_tokens`, or for one token. `prompt_tokens` "
+            "counts those kept. Excludes `echo` and `suffix`",
+            "1 to one less than the context, or -1",
+            "all, and an error where they do not fit",
+            VLLM,
+        ),
+    ] = None
     best_of: Annotated[
         PositiveInt | None, SAMPLING("accepted only with that value", "the value of `n`", "`n`")
     ] = None
@@ -482,6 +493,7 @@ def parse_sampling(
         logit_bias=_logit_bias(body.logit_bias),
         allowed_token_ids=None if allowed is None else tuple(allowed),
         bad_words=strings(body.bad_words),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
         **args,
     )
 

@@ -75,6 +75,9 @@ SAMPLING_HELP = {
     "allowed_token_ids": "choose only among the tokens with these ids; give one, and repeat the "
     "flag for more (default: all)",
     "bad_words": "never write this word; may be repeated, up to 64 times",
+    "truncate_prompt_tokens": "keep only this many tokens at the end of the prompt, -1 or more but "
+    "not 0; -1 keeps as many as leave room for --max-tokens (default: a prompt that does not fit "
+    "is an error)",
 }
 OMITTED = ("n", "seed", "logit_bias", "structured_outputs")
 """Fields without a generated flag: one run is one completion, `--seed` of the engine group is the

@@ -35,6 +35,7 @@ EXTRAS = (
     "include_stop_str_in_output",
     "allowed_token_ids",
     "bad_words",
+    "truncate_prompt_tokens",
 )
 WITH_DEFAULTS = frozenset({"temperature", "top_p", *NUMBERS, *MODEL_NUMBERS})
 """Parameters that are sent though they are neutral: a server may have other defaults for them."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
+import logging
+import os
 import re
 import secrets
 import stat
@@ -28,6 +30,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from termgen.api.errors import admin_only, invalid_api_key, origin_not_allowed, path_not_found
 from termgen.config import ServerConfig, is_loopback
 from termgen.errors import ConfigError
+
+logger = logging.getLogger("termgen.server")
 
 LOCAL_PAGES = "localhost"
 """Value of `--allowed-origin` for the pages of this machine."""
@@ -54,8 +58,9 @@ class Caller:
     """The sender of a request."""
 
     role: Role = Role.ANYONE
-    salt_key: bytes | None = field(default=None, repr=False)
-    """Differs from key to key; None where all callers share one prefix cache."""
+    salt_key: bytes | None = field(default=None, repr=False, compare=False)
+    """Differs from key to key; None where all callers share one prefix cache. A caller may get one
+    when keys are added."""
     key_digest: bytes = field(default=b"", repr=False)
     """Digest of the key; it identifies the caller."""
 
@@ -92,27 +97,36 @@ class KeyRing:
 
     def __init__(self, config: ServerConfig) -> None:
         """Reads the key file. Raises `ConfigError`."""
-        clients = [*config.api_key]
-        if config.api_key_file is not None:
-            clients += read_key_file(config.api_key_file)
+        self._config = config
+        self._secret = secrets.token_bytes(32)
+        self._seen: set[bytes] = set()
+        """Digests of the keys there are and were."""
+        self._has_admin_keys = bool(config.admin_key)
+        self.has_client_keys = False
+        self._callers: list[tuple[bytes, Caller]] = []
+        self.use(read_key_file(config.api_key_file) if config.api_key_file is not None else [])
+        owns_machine = not self._callers and is_loopback(config.host)
+        self._nobody = Caller(Role.ADMIN if owns_machine else Role.ANYONE)
+
+    def use(self, of_file: Sequence[str]) -> bool:
+        """Accept these keys of the key file, and the configured ones, from now on; returns whether
+        that is news. Raises `ConfigError`, and then changes nothing."""
+        clients = [*self._config.api_key, *of_file]
         roles = [(key, Role.CLIENT) for key in clients]
-        roles += [(key, Role.ADMIN) for key in config.admin_key]
-        clash = set(clients) & set(config.admin_key)
-        if clash:
+        roles += [(key, Role.ADMIN) for key in self._config.admin_key]
+        if set(clients) & set(self._config.admin_key):
             raise ConfigError("admin_key must differ from every api_key", param="admin_key")
-        secret = secrets.token_bytes(32)
-        is_shared = config.share_prefix_cache or len(roles) < 2
+        digests = [_digest(key.encode()) for key, _ in roles]
+        # keys that are gone count: the next one must not find what they left in the cache
+        self._seen.update(digests)
+        is_shared = self._config.share_prefix_cache or len(self._seen) < 2
+        before = {digest for digest, _ in self._callers}
         self._callers = [
-            (
-                _digest(key.encode()),
-                Caller(role, None if is_shared else _derive(secret, key), _digest(key.encode())),
-            )
-            for key, role in roles
+            (digest, Caller(role, None if is_shared else _derive(self._secret, key), digest))
+            for digest, (key, role) in zip(digests, roles, strict=True)
         ]
         self.has_client_keys = bool(clients)
-        self._has_admin_keys = bool(config.admin_key)
-        owns_machine = not roles and is_loopback(config.host)
-        self._nobody = Caller(Role.ADMIN if owns_machine else Role.ANYONE)
+        return before != set(digests)
 
     def find(self, key: bytes) -> Caller | None:
         """The caller with this key. Takes the same time for every key, known or not."""
@@ -147,6 +161,46 @@ def _digest(key: bytes) -> bytes:
 
 def _derive(secret: bytes, key: str) -> bytes:
     return hmac.new(secret, key.encode(), hashlib.sha256).digest()
+
+
+class KeyFileWatch:
+    """Looks whether the key file has changed, and passes its keys on.
+
+    A change is read once the file has stayed as it is from one look to the next: what is half
+    written could end in the middle of a key. A file with a fault changes nothing.
+    """
+
+    def __init__(self, keys: KeyRing, name: str) -> None:
+        self._keys = keys
+        self._name = name
+        self._last: tuple[int, ...] | None = None
+        self._used: tuple[int, ...] | None = None
+
+    def look(self) -> bool:
+        """True if other keys hold now."""
+        mark, last = self._mark(), self._last
+        self._last = mark
+        if mark is None or mark == self._used or mark != last:
+            return False
+        self._used = mark
+        try:
+            is_new = self._keys.use(read_key_file(self._name))
+        except ConfigError as error:
+            logger.error("the keys stay as they were: %s", error)
+            return False
+        if is_new:
+            logger.info("the keys are now those that api_key_file %s holds", self._name)
+        return is_new
+
+    def _mark(self) -> tuple[int, ...] | None:
+        """What changes with the file; None for a pipe, which can be read once."""
+        try:
+            found = os.stat(self._name)
+        except OSError:
+            return ()
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_key_file(name: str) -> list[str]:

@@ -19,8 +19,21 @@ from termgen.api.openapi import describe
 from termgen.api.rows import Row
 from termgen.client import EngineClient
 from termgen.config import ServerConfig
-from termgen.serving.access import LOCAL_ORIGIN, LOCAL_PAGES, ApiKeyCheck, OriginCheck
-from termgen.serving.middleware import BodyLimit, CrossOrigin, HostCheck, RequestContext, for_path
+from termgen.serving.access import (
+    LOCAL_ORIGIN,
+    LOCAL_PAGES,
+    ApiKeyCheck,
+    KeyFileWatch,
+    OriginCheck,
+)
+from termgen.serving.middleware import (
+    BodyLimit,
+    CrossOrigin,
+    HostCheck,
+    RequestContext,
+    RootPath,
+    for_path,
+)
 from termgen.serving.responses import JSONReply, error_response
 from termgen.serving.routes import PlainRow, paths_of, route_of, shapes_of
 from termgen.serving.state import ServerState
@@ -28,6 +41,8 @@ from termgen.serving.table import ENDPOINTS
 
 EVENT_INTERVAL_S = 0.25
 """Interval of counting engine events: many at once would delay the streams."""
+KEY_INTERVAL_S = 1.0
+"""Interval of looks at the key file; a change is read at the second look."""
 
 
 def create_app(
@@ -46,6 +61,7 @@ def build_app(state: ServerState, *, endpoints: Sequence[Row] = ENDPOINTS) -> St
     app = Starlette(
         routes=[route_of(row) for row in rows],
         middleware=[
+            *([Middleware(RootPath, root_path=config.root_path)] if config.root_path else []),
             *_cross_origin(config),
             Middleware(
                 RequestContext,
@@ -93,13 +109,17 @@ def _cross_origin(config: ServerConfig) -> list[Middleware]:
 @asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
     state: ServerState = app.state.server
-    task = asyncio.create_task(_count_events(state))
+    tasks = [asyncio.create_task(_count_events(state))]
+    if state.config.api_key_file is not None:
+        watch = KeyFileWatch(state.keys, state.config.api_key_file)
+        tasks.append(asyncio.create_task(_watch_keys(watch)))
     try:
         yield
     finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
         state.detach()
         if state.wants_reports:
             await asyncio.to_thread(state.close_reports)
@@ -109,6 +129,13 @@ async def _count_events(state: ServerState) -> None:
     while True:
         await asyncio.sleep(EVENT_INTERVAL_S)
         state.drain_events()
+
+
+async def _watch_keys(watch: KeyFileWatch) -> None:
+    while True:
+        await asyncio.sleep(KEY_INTERVAL_S)
+        with suppress(RuntimeError):  # the system has no thread left: the next look will do
+            await asyncio.to_thread(watch.look)  # a file of another machine may take its time
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -128,6 +155,13 @@ async def openapi(request: Request) -> Response:
 
 
 def describe_app(app: Starlette) -> dict[str, Any]:
-    takes_templates = app.state.server.config.trust_request_chat_template
+    config = app.state.server.config
+    takes_templates = config.trust_request_chat_template
     hidden = frozenset() if takes_templates else frozenset({"chat_template"})
-    return describe(app.state.rows, title="termgen", version=__version__, hidden=hidden)
+    return describe(
+        app.state.rows,
+        title="termgen",
+        version=__version__,
+        hidden=hidden,
+        root_path=config.root_path,
+    )

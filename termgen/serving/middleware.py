@@ -83,6 +83,20 @@ class RepeatedLines:
         return True
 
 
+class RootPath:
+    """Takes the path that a proxy adds off every request that has it, so that all that looks at a
+    path behind this, access control above all, sees the server's own."""
+
+    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+        self.app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" and scope["path"].startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": scope["path"][len(self._root_path) :]}
+        await self.app(scope, receive, send)
+
+
 class RequestContext:
     """Names the request, turns exceptions into JSON errors, writes the access line."""
 

@@ -224,7 +224,8 @@ class Generation:
             async for delta in stream:
                 if is_new:
                     is_new = False
-                    self._state.admission.on_prompt(job.prompt, delta.num_prompt_tokens)
+                    if job.params.truncate_prompt_tokens is None:
+                        self._state.admission.on_prompt(job.prompt, delta.num_prompt_tokens)
                     self._note_room(job, delta.num_prompt_tokens)
                 meter.on_delta(delta)
                 if ticket.num_waiting:

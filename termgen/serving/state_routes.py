@@ -63,6 +63,10 @@ async def metrics(request: Request) -> Response:
     return Response(body, headers={"content-type": CONTENT_TYPE})
 
 
+async def load(request: Request) -> Response:
+    return JSONReply({"server_load": state_of(request).num_answers})
+
+
 async def version(request: Request) -> Response:
     return JSONReply({"version": __version__})
 
@@ -103,6 +107,12 @@ STATE_ROWS = (
         tells_status=True,
     ),
     PlainRow(path="/metrics", summary="metrics", handler=metrics, is_probe=True),
+    PlainRow(
+        path="/load",
+        summary="Load: the answers under way, those that wait included.",
+        handler=load,
+        is_probe=True,
+    ),
     PlainRow(path="/version", summary="version", handler=version),
     PlainRow(
         path="/tokenizer_info",

@@ -71,6 +71,9 @@ class SamplingParams:
     """The only ids that may be sampled. None: any."""
     bad_words: tuple[str, ...] = ()
     """Texts that must not be generated, matched as token sequences."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many tokens at the end of the prompt; -1: as many as leave the context room for
+    `max_tokens`. None: a prompt that does not fit is an error."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -132,6 +135,7 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._check_truncation()
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", param=name)
@@ -140,6 +144,13 @@ class SamplingParams:
             raise RequestError(
                 "structured_outputs must be a StructuredOutputsParams", param="structured_outputs"
             )
+
+    def _check_truncation(self) -> None:
+        name, value = "truncate_prompt_tokens", self.truncate_prompt_tokens
+        if value is not None:
+            _check_int(name, value, -1, 2**31 - 1)
+            if value == 0:
+                raise RequestError(f"{name} must be 1 or more, or -1, not 0", param=name)
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:

@@ -228,3 +228,10 @@ def test_a_suffix_that_has_no_gap_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         parse(**{"prompt": "a", **fields})
     assert caught.value.param == "suffix"
+
+
+def test_an_echo_is_of_the_whole_prompt() -> None:
+    assert parse(echo=True, truncate_prompt_tokens=None).echo
+    with pytest.raises(RequestError, match="echo") as caught:
+        parse(echo=True, truncate_prompt_tokens=5)
+    assert caught.value.param == "truncate_prompt_tokens"

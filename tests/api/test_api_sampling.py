@@ -48,6 +48,7 @@ ALL_FIELDS: dict[str, Any] = {
     "logit_bias": {"7": -100, "3": 1.5},
     "allowed_token_ids": [9, 3, 7],
     "bad_words": ["no", "never"],
+    "truncate_prompt_tokens": 30,
 }
 
 
@@ -199,6 +200,10 @@ def test_completion_logprobs_are_a_number() -> None:
         ({"bad_words": [" "]}, "bad_words"),
         ({"bad_words": ["x"] * 65}, "bad_words"),
         ({"bad_words": "x" * 257}, "bad_words"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": True}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": "5"}, "truncate_prompt_tokens"),
     ],
 )
 def test_bad_values_name_their_field_on_both_endpoints(fields: dict[str, Any], param: str) -> None:
@@ -216,7 +221,7 @@ def test_bad_values_name_their_field_on_both_endpoints(fields: dict[str, Any], p
         {"structured_outputs": {"structural_tag": "a"}},
         {"use_beam_search": True},
         {"best_of": 2},
-        {"truncate_prompt_tokens": 5},
+        {"truncation_side": "right"},
     ],
 )
 def test_what_would_change_the_answer_is_refused_not_ignored(fields: dict[str, Any]) -> None:

@@ -77,6 +77,7 @@ async def test_every_parameter_reaches_a_termgen_server() -> None:
         logit_bias={5: 1.5},
         allowed_token_ids=(1, 2),
         bad_words=("no",),
+        truncate_prompt_tokens=40,
     )
     async with serving(engine) as server, connected(server.url) as client:
         deltas = await read_all(client, params)

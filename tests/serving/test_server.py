@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -16,7 +17,9 @@ from server_harness import (
     chat_text,
     completion_text,
     error_of,
+    eventually,
     read_events,
+    socket_client,
 )
 
 from termgen.client import ChatPrompt, FillPrompt
@@ -233,6 +236,28 @@ async def test_health_tells_the_truth() -> None:
         response = await client.post("/v1/chat/completions", json=chat_body())
         assert response.status_code == 503
         assert error_of(response)["code"] == "engine_dead"
+
+
+async def test_load_counts_the_requests_under_way() -> None:
+    engine = FakeEngine(script=Script(hold_after=1))
+    async with socket_client(engine) as client:
+
+        async def load() -> Any:
+            return (await client.get("/load")).json()
+
+        assert await load() == {"server_load": 0}
+        bodies = [chat_body(n=2), chat_body(stream=True)]
+        asking = [
+            asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies
+        ]
+        await eventually(lambda: len(engine.live) == 2)
+        assert await load() == {"server_load": 2}
+        asking[0].cancel()
+        await eventually(lambda: len(engine.live) == 1)
+        assert await load() == {"server_load": 1}
+        engine.release.set()
+        assert (await asking[1]).status_code == 200
+        assert await load() == {"server_load": 0}
 
 
 async def test_while_the_model_loads() -> None:

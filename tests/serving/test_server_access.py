@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Message
 from termgen.config import ServerConfig
 from termgen.errors import ConfigError
 from termgen.server import Server, create_app
-from termgen.serving.access import Caller, KeyRing, Role
+from termgen.serving.access import Caller, KeyFileWatch, KeyRing, Role
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -38,7 +39,7 @@ CLIENT_PATHS = {
     *("/v1/models", "/v1/models/{id:path}", "/v1/chat/completions", "/v1/completions"),
     *("/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
     *("/tokenize", "/detokenize", "/tokenizer_info", "/v1/requests/{id}/cancel"),
-    *("/health", "/ready", "/metrics", "/version", "/openapi.json"),
+    *("/health", "/ready", "/load", "/metrics", "/version", "/openapi.json"),
 }
 """Paths open to any key. Every other route of the app must be for administrators."""
 
@@ -120,6 +121,37 @@ async def test_admin_routes_need_the_admin_key_however_they_are_spelt() -> None:
     assert (await ask_raw(app, "POST", "/pause", "root"))[0] == 200
     assert engine.controls == ["pause wait"]
     assert (await ask_raw(app, "GET", "/v1/models", "root"))[0] == 200
+
+
+ROOT = "/llm/tiny.1"
+
+
+async def test_a_root_path_may_be_there_or_not_and_opens_nothing() -> None:
+    engine = FakeEngine()
+    config = ServerConfig(api_key=("one",), admin_key=("root",), root_path=ROOT)
+    app = create_app(engine, config)
+    for path in ("/v1/models", "/metrics", "/openapi.json"):
+        for target in (path, ROOT + path):
+            assert (await ask_raw(app, "GET", target, None))[0] == 401
+            assert (await ask_raw(app, "GET", ROOT + ROOT + path, "one"))[0] == 404
+        if path != "/metrics":
+            plain, rooted = [await ask_raw(app, "GET", p, "one") for p in (path, ROOT + path)]
+            assert plain == rooted and plain[0] == 200
+    assert rooted[1]["servers"] == [{"url": ROOT}]
+    assert (await ask_raw(app, "GET", f"{ROOT}/health", None))[0] == 200
+    for path in admin_paths(app):
+        for spelt in (path, *spellings(path)):
+            assert (await ask_raw(app, "POST", ROOT + spelt, "one"))[0] in (403, 404), spelt
+    for target in (ROOT, f"{ROOT}x/v1/models", "/llm/v1/models", ROOT.upper() + "/v1/models"):
+        assert (await ask_raw(app, "GET", target, "one"))[0] == 404, target
+    assert engine.controls == []
+
+
+@pytest.mark.parametrize("path", ["llm", "/", "/llm/", "//llm", "/a b", "/a%20b", "/..", "/a/../b"])
+def test_a_root_path_is_a_plain_path(path: str) -> None:
+    with pytest.raises(ConfigError, match="root_path must be a path") as caught:
+        ServerConfig(root_path=path)
+    assert caught.value.param == "root_path"
 
 
 async def test_without_client_keys_admin_routes_are_shut_all_the_same() -> None:
@@ -213,6 +245,93 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
         KeyRing(ServerConfig(api_key_file=str(tmp_path / "missing")))
     with pytest.raises(ConfigError, match="must differ"):
         KeyRing(ServerConfig(api_key=("same",), admin_key=("same",)))
+
+
+def test_a_changed_key_file_is_read_once_it_rests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "keys"
+    path.write_text("first\n")
+    config = ServerConfig(api_key=("own",), admin_key=("root",), api_key_file=str(path))
+    keys = KeyRing(config)
+    watch = KeyFileWatch(keys, str(path))
+
+    def known() -> set[str]:
+        names = ("own", "root", "first", "sec", "second", "third")
+        return {name for name in names if keys.find(name.encode())}
+
+    for _ in range(3):
+        assert not watch.look() and known() == {"own", "root", "first"}
+    first = keys.find(b"first")
+    path.write_text("first\nsec")  # half of it
+    assert not watch.look()
+    path.write_text("first\nsecond\n")
+    assert not watch.look() and known() == {"own", "root", "first"}
+    assert watch.look() and known() == {"own", "root", "first", "second"}
+    assert not watch.look()
+    again = keys.find(b"first")
+    assert first is not None and again is not None and again.salt("x") == first.salt("x")
+    other = tmp_path / "other"
+    other.write_text("third\n")
+    other.replace(path)
+    watch.look()
+    assert watch.look() and known() == {"own", "root", "third"}
+    assert "second" not in caplog.text and "third" not in caplog.text
+    for content in (b"", b"# none", b"\xff\xfe\x80", b"root\n", None):
+        caplog.clear()
+        path.unlink() if content is None else path.write_bytes(content)
+        for _ in range(4):
+            assert not watch.look()
+        assert known() == {"own", "root", "third"}
+        [line] = [record.getMessage() for record in caplog.records]
+        assert line.startswith("the keys stay as they were: "), content
+    path.write_text("second\n")
+    watch.look()
+    assert watch.look() and known() == {"own", "root", "second"}
+
+
+def test_a_key_that_replaces_another_does_not_find_its_prompts(tmp_path: Path) -> None:
+    keys = KeyRing(ServerConfig(api_key_file=str(write_keys(tmp_path, "old"))))
+    old = keys.find(b"old")
+    assert old is not None and old.salt(None) is None, "one key has nobody to hide from"
+    assert not keys.use(["old"]) and keys.use(["new"])
+    new = keys.find(b"new")
+    assert keys.find(b"old") is None and new is not None and new.salt(None) is not None
+    assert keys.use(["old", "new"]) and keys.find(b"old") == old, "known by its key, not by a salt"
+
+
+def write_keys(folder: Path, *keys: str) -> Path:
+    path = folder / "keys"
+    path.write_text("\n".join(keys))
+    return path
+
+
+async def test_a_running_server_takes_new_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("termgen.serving.app.KEY_INTERVAL_S", 0.01)
+    path = write_keys(tmp_path, "old")
+    async with socket_client(FakeEngine(), api_key_file=str(path)) as client:
+
+        async def statuses() -> list[int]:
+            asked = [await client.get("/v1/models", headers=bearer(k)) for k in ("old", "new")]
+            return [response.status_code for response in asked]
+
+        assert await statuses() == [200, 401]
+        for keys, wanted in ((("old", "new"), [200, 200]), (("new",), [401, 200])):
+            write_keys(tmp_path, *keys)
+            async with asyncio.timeout(20):
+                while await statuses() != wanted:
+                    await asyncio.sleep(0.01)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_of_keys_is_read_once(tmp_path: Path) -> None:
+    keys = KeyRing(ServerConfig(api_key=("one",)))
+    os.mkfifo(tmp_path / "pipe")
+    watch = KeyFileWatch(keys, str(tmp_path / "pipe"))
+    assert not any(watch.look() for _ in range(3)), "else it would wait for a writer"
 
 
 async def test_keys_are_in_no_log_and_no_text_about_the_config(

@@ -234,6 +234,38 @@ async def test_max_tokens_is_clamped_and_the_answer_says_so(tiny_llama_dir: Path
         assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_truncated_prompt_counts_the_tokens_kept(
+    tiny_llama_dir: Path, stream: bool
+) -> None:
+    ids = [random.Random(5).randrange(3, 90) for _ in range(40)]
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    body = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "stream": stream, **options}
+    async with serving_tiny(tiny_llama_dir) as (client, _):
+
+        async def ask(path: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+            answer = await client.post(path, json={**body, **fields})
+            assert answer.status_code == 200, answer.text
+            events = read_events(answer.content) if stream else [answer.json()]
+            text = "".join(c.get("text", "") for event in events for c in event["choices"])
+            return text, events[-1]["usage"]
+
+        cut, usage = await ask("/v1/completions", prompt=ids, truncate_prompt_tokens=11)
+        alone, of_rest = await ask("/v1/completions", prompt=ids[-11:])
+        assert cut == alone != ""
+        assert usage["prompt_tokens"] == of_rest["prompt_tokens"] == 11
+        chat = {"messages": [{"role": "user", "content": "the model reads " * 2000}]}
+        _, usage = await ask("/v1/chat/completions", **chat, truncate_prompt_tokens=-1)
+        models = (await client.get("/v1/models")).json()["data"]
+        assert usage["prompt_tokens"] == models[0]["max_model_len"] - 5
+        _, usage = await ask("/v1/chat/completions", **chat, truncate_prompt_tokens=17)
+        assert usage["prompt_tokens"] == 17
+        for fields in ({"truncate_prompt_tokens": 10**6}, {"truncate_prompt_tokens": 0}):
+            refused = await client.post("/v1/completions", json={**body, "prompt": "x", **fields})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
 async def test_a_model_that_fills_no_gaps_says_so(tiny_llama_dir: Path) -> None:
     async with serving_tiny(tiny_llama_dir) as (client, _):
         for stream in (False, True):

@@ -135,7 +135,12 @@ class InputProcessor:
             self._need_grammars(params.structured_outputs)
         bad_token_ids = self._bad_token_ids(params)
         self._check_allowed(params, bad_token_ids)
-        ids, turn_ends = self.read(prompt, has_to_fit=True, marks_turns=self._marks_turns)
+        ids, turn_ends = self.read(
+            prompt,
+            has_to_fit=True,
+            marks_turns=self._marks_turns,
+            keep=self._num_kept(prompt, params),
+        )
         params = self._complete(params, num_prompt=len(ids), param=_param_of(prompt))
         return GenerationRequest(
             request_id=request_id or f"req-{uuid.uuid4().hex}",
@@ -147,6 +152,31 @@ class InputProcessor:
             block_hashes=self._hash(ids, cache_salt),
             turn_ends=turn_ends,
         )
+
+    def _num_kept(self, prompt: Prompt, params: SamplingParams) -> int | None:
+        """Tokens to keep of a prompt that is truncated."""
+        name, wanted = "truncate_prompt_tokens", params.truncate_prompt_tokens
+        if wanted is None:
+            return None
+        if isinstance(prompt, FillPrompt):
+            raise RequestError(f"{name} and suffix exclude each other", param=name)
+        limit = self._max_model_len - 1
+        if wanted == -1:
+            reserved = max(params.max_tokens or 1, params.min_tokens)
+            wanted = self._max_model_len - reserved
+            if wanted < 1:
+                raise RequestError(
+                    f"{name} -1 keeps what the answer leaves of the context of"
+                    f" {self._max_model_len} tokens, and an answer of {reserved} leaves nothing",
+                    param=name,
+                )
+        if wanted > limit:
+            raise RequestError(
+                f"{name} must be at most {limit}, which leaves a token of the context for the"
+                f" answer, not {wanted}",
+                param=name,
+            )
+        return wanted
 
     def _hash(self, ids: Sequence[int], cache_salt: str | None) -> tuple[bytes, ...]:
         """The prefix cache's hashes of the prompt's full blocks."""
@@ -258,15 +288,19 @@ class InputProcessor:
         add_special_tokens: bool = True,
         has_to_fit: bool = False,
         marks_turns: bool = False,
+        keep: int | None = None,
     ) -> tuple[list[int], TurnEnds]:
-        """The ids of `tokenize`; and with marks_turns where a chat's turns end."""
-        if self._long_texts is not None and is_long(prompt):
+        """The ids of `tokenize`; and with marks_turns where a chat's turns end. keep: drop all but
+        so many ids at the end."""
+        if keep is None and self._tokenizer is not None:
             self._check_size(prompt)
+        if self._long_texts is not None and is_long(prompt):
             return self._long_texts.read(
                 prompt,
                 add_special_tokens=add_special_tokens,
                 has_to_fit=has_to_fit,
                 marks_turns=marks_turns,
+                keep=keep,
             )
         turn_ends = TurnEnds()
         if isinstance(prompt, ChatPrompt):
@@ -275,6 +309,9 @@ class InputProcessor:
             ids = self._tokenize(prompt, add_special_tokens)
         if not ids:
             raise RequestError("the prompt is empty", param=_param_of(prompt))
+        if keep is not None and len(ids) > keep:
+            # without their beginning, prompts of different turns have no common start
+            ids, turn_ends = ids[-keep:], TurnEnds()
         if has_to_fit and len(ids) >= self._max_model_len:
             raise self._too_long(f"{len(ids)} tokens", _param_of(prompt))
         # A tokenizer may know more tokens than the model has rows.
@@ -292,17 +329,14 @@ class InputProcessor:
 
     def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         tokenizer = self._need_tokenizer("prompt")
-        self._check_size(text)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _encode_fill(self, prompt: FillPrompt) -> list[int]:
         tokenizer = self._need_tokenizer("suffix")
-        self._check_size(prompt)
         return tokenizer.encode_fill(prompt.prefix, prompt.suffix)
 
     def _encode_chat(self, prompt: ChatPrompt, marks_turns: bool) -> tuple[list[int], TurnEnds]:
         tokenizer = self._need_tokenizer("messages")
-        self._check_size(prompt)
         variables = _template_variables(prompt.template_kwargs)
         encoded = tokenizer.encode_chat(
             prompt.messages,
@@ -347,8 +381,9 @@ class InputProcessor:
 
     def _check_size(self, prompt: Prompt) -> None:
         """Refuse text that cannot fit in any tokenisation, before spending time on it."""
-        assert isinstance(prompt, (str, ChatPrompt, FillPrompt)), "ids are counted"
-        assert self._tokenizer is not None, "it has been asked for"
+        if not isinstance(prompt, (str, ChatPrompt, FillPrompt)):
+            return  # ids are counted
+        assert self._tokenizer is not None, "text needs it"
         num_chars = prompt_chars(prompt)
         if num_chars < self._max_model_len:
             return  # even with a token for each: the longest token need not be looked for

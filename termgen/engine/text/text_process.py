@@ -60,10 +60,16 @@ class TextProcess:
         return True
 
     def read(
-        self, prompt: Prompt, *, add_special_tokens: bool, has_to_fit: bool, marks_turns: bool
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool,
+        has_to_fit: bool,
+        marks_turns: bool,
+        keep: int | None = None,
     ) -> tuple[list[int], TurnEnds]:
         """The result of `InputProcessor.read`, or its exception."""
-        asked = prompt, add_special_tokens, has_to_fit, marks_turns
+        asked = prompt, add_special_tokens, has_to_fit, marks_turns, keep
         try:
             answer: bytes = self._helper.ask(asked, limit_s=LIMIT_S)
         except HelperClosed:

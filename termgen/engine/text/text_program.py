@@ -19,8 +19,9 @@ from termgen.engine.text.input_processor import InputProcessor
 from termgen.engine.text.tokenizer import load_tokenizer
 from termgen.system.helper_process import answer_questions
 
-Asked = tuple[Prompt, bool, bool, bool]
-"""(prompt, add special tokens to raw text, prompt has to fit the context, note its turns' ends)."""
+Asked = tuple[Prompt, bool, bool, bool, int | None]
+"""(prompt, add special tokens to raw text, prompt has to fit the context, note its turns' ends,
+number of ids to keep)."""
 
 
 def tokenizing(source: str, max_model_len: str, vocab_size: str) -> Callable[[Asked, bytes], bytes]:
@@ -28,12 +29,13 @@ def tokenizing(source: str, max_model_len: str, vocab_size: str) -> Callable[[As
     processor = InputProcessor(tokenizer, int(max_model_len), int(vocab_size))
 
     def answer(asked: Asked, _: bytes) -> bytes:
-        prompt, add_special_tokens, has_to_fit, marks_turns = asked
+        prompt, add_special_tokens, has_to_fit, marks_turns, keep = asked
         ids, turn_ends = processor.read(
             prompt,
             add_special_tokens=add_special_tokens,
             has_to_fit=has_to_fit,
             marks_turns=marks_turns,
+            keep=keep,
         )
         return array("I", [*turn_ends, *ids]).tobytes()
 

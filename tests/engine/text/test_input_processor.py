@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from chat_samples import CHATML, make_tokenizer
 
-from termgen.client import ChatPrompt
+from termgen.client import ChatPrompt, FillPrompt
 from termgen.engine.text.input_processor import InputProcessor
 from termgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from termgen.errors import ContextLengthError, RequestError
@@ -222,6 +222,64 @@ class TestLengths:
         text = "-" * 64 * 150  # one token for every 64 characters
         processor = InputProcessor(tokenizer, 200, tokenizer.vocab_size)
         assert len(processor.process(text, SamplingParams()).prompt_token_ids) < 200
+
+
+class TestTruncation:
+    @pytest.mark.parametrize("prompt", [[*range(20)], "he said so " * 9, user("he said " * 9)])
+    def test_the_end_of_a_prompt_is_kept(self, processor: InputProcessor, prompt: Any) -> None:
+        ids = processor.tokenize(prompt)
+        for keep in (1, 7, len(ids) - 1, len(ids), len(ids) + 1):
+            request = processor.process(prompt, SamplingParams(truncate_prompt_tokens=keep))
+            assert list(request.prompt_token_ids) == ids[-keep:]
+            assert request.params.max_tokens == MAX_LEN - min(keep, len(ids))
+
+    @pytest.mark.parametrize(
+        ("params", "num_kept"),
+        [
+            ({}, MAX_LEN - 1),
+            ({"max_tokens": 50}, MAX_LEN - 50),
+            ({"min_tokens": 60}, MAX_LEN - 60),
+            ({"max_tokens": MAX_LEN - 1}, 1),
+        ],
+    )
+    def test_what_the_answer_leaves_is_kept(
+        self, processor: InputProcessor, params: dict[str, Any], num_kept: int
+    ) -> None:
+        ids = [n % 100 for n in range(3 * MAX_LEN)]
+        cut = SamplingParams(**params, truncate_prompt_tokens=-1)
+        assert list(processor.process(ids, cut).prompt_token_ids) == ids[-num_kept:]
+        short = processor.process([5], cut).prompt_token_ids
+        assert short == (5,)
+
+    def test_texts_longer_than_the_context_are_read(self) -> None:
+        processor = InputProcessor(TOKENIZER, MAX_LEN, TOKENIZER.vocab_size)
+        text = "he said " * 5000
+        kept = processor.process(text, SamplingParams(max_tokens=9, truncate_prompt_tokens=-1))
+        assert list(kept.prompt_token_ids) == TOKENIZER.encode(text)[9 - MAX_LEN :]
+        with pytest.raises(ContextLengthError):
+            processor.process(text, SamplingParams(max_tokens=9))
+
+    def test_hashes_are_those_of_the_kept_tokens(self) -> None:
+        processor = InputProcessor(None, MAX_LEN, 50, hash_block_size=4)
+        ids = [*range(30)]
+        cut = processor.process(ids, SamplingParams(truncate_prompt_tokens=9))
+        assert cut.block_hashes == processor.process(ids[-9:], SamplingParams()).block_hashes
+        assert len(cut.block_hashes) == 2
+
+    @pytest.mark.parametrize(
+        ("prompt", "params", "words"),
+        [
+            ([1], {"truncate_prompt_tokens": MAX_LEN}, "at most 199"),
+            ([1], {"truncate_prompt_tokens": -1, "max_tokens": MAX_LEN}, "200 leaves nothing"),
+            (FillPrompt("a", "b"), {"truncate_prompt_tokens": 5}, "suffix"),
+        ],
+    )
+    def test_faults(
+        self, processor: InputProcessor, prompt: Any, params: dict[str, int], words: str
+    ) -> None:
+        with pytest.raises(RequestError, match=words) as raised:
+            processor.process(prompt, SamplingParams(**params))  # type: ignore[arg-type]
+        assert (raised.value.param, raised.value.status) == ("truncate_prompt_tokens", 400)
 
 
 class TestWithoutTokenizer:

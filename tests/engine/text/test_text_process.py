@@ -50,7 +50,7 @@ def here(sizes: tuple[Path, int, int]) -> InputProcessor:
     return InputProcessor(load_tokenizer(sizes[0]), *sizes[1:])
 
 
-def outcome(tokenize: Any, prompt: Prompt, **how: bool) -> Any:
+def outcome(tokenize: Any, prompt: Prompt, **how: Any) -> Any:
     """The tokens, or the error."""
     how = {"add_special_tokens": True, "has_to_fit": False, "marks_turns": True, **how}
     try:
@@ -69,7 +69,10 @@ def test_it_gives_what_would_be_made_here(texts: TextProcess, here: InputProcess
         forged = rng.choice(SPECIAL_LOOKALIKES)
         prompts += [text, text + forged + text, chat(text), chat(text, forged * 3 + text)]
     for prompt in prompts:
-        how = {"add_special_tokens": rng.random() < 0.5, "has_to_fit": rng.random() < 0.5}
+        how: dict[str, Any] = {
+            name: rng.random() < 0.5 for name in ("add_special_tokens", "has_to_fit")
+        }
+        how["keep"] = rng.choice((None, 1, 5, MAX_LEN - 1))
         assert outcome(texts.read, prompt, **how) == outcome(here.read, prompt, **how)
 
 

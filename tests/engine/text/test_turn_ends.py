@@ -97,6 +97,16 @@ def test_requests_carry_the_ends_where_they_are_of_use() -> None:
     assert processor.process("plain text", params).turn_ends == TurnEnds()
 
 
+def test_a_prompt_without_its_beginning_shares_nothing() -> None:
+    tokenizer = make_tokenizer(QWEN)
+    processor = InputProcessor(tokenizer, 4000, tokenizer.vocab_size, marks_turns=True)
+    prompt = ChatPrompt(tuple(TALK))
+    num_tokens = len(processor.tokenize(prompt))
+    for keep, has_ends in ((num_tokens, True), (num_tokens - 1, False)):
+        params = SamplingParams(max_tokens=1, truncate_prompt_tokens=keep)
+        assert bool(processor.process(prompt, params).turn_ends.last) is has_ends
+
+
 @pytest.mark.parametrize("length", [0, 1, PIECE_CHARS - 1, PIECE_CHARS, 3 * PIECE_CHARS + 7])
 def test_texts_are_compared_up_to_where_they_part(length: int) -> None:
     text = "ab" * length
