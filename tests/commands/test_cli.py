@@ -338,7 +338,7 @@ def test_a_fetched_model_is_deleted(
 
 
 def test_models_are_found_by_words(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "models", "Qwen3", "q4_k")
+    code, out, _ = run(capsys, "models", "Qwen3-", "q4_k")
     rows = [line.split() for line in out.splitlines()[1:] if line and "termgen pull" not in line]
     assert code == 0 and [row[0] for row in rows] == ["qwen3-4b-q4", "qwen3-8b-q4"]
     assert all(row[1] == "Q4_K_M" for row in rows)

@@ -257,7 +257,7 @@ def test_it_drafts_alike_after_sleep(
     assert run(engine) == expected
     draft = plain_mtp(folder)
     for text, drafts in written[::2]:
-        assert drafts == draft(text, NUM_DRAFTS), len(text)
+        assert drafts == draft(text, NUM_DRAFTS)[: len(drafts)], len(text)
     assert len(written) > 20
 
 
