@@ -72,9 +72,9 @@ def test_smollm2_answers_as_with_an_exact_cache(smollm2_gguf: Path, device: str,
     assert "Paris" in tokenizer.decode(answers[0]) or kind == "int4"
     # Each token follows the exact engine's own ones: an early difference counts once. 94% was
     # measured with fp8.
-    told = [p + e[:i] for p, e in zip(prompts, expected, strict=True) for i in range(len(e))]
+    known = [p + e[:i] for p, e in zip(prompts, expected, strict=True) for i in range(len(e))]
     wanted = [token for tokens in expected for token in tokens]
-    agreed = sum(got == [want] for got, want in zip(greedy(rounded, told, 1), wanted, strict=True))
+    agreed = sum(got == [want] for got, want in zip(greedy(rounded, known, 1), wanted, strict=True))
     print(kind, agreed / len(wanted))
     assert agreed / len(wanted) > AGREED[kind]
 

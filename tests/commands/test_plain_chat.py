@@ -374,8 +374,8 @@ def test_a_chat_and_its_code_go_to_files(
     ):
         assert words in shown
     assert (tmp_path / "a.py").read_text() == "x = 1\n"
-    told = (tmp_path / "a.md").read_text()
-    assert "## You\n\nhow?" in told and "```py\nx = 1\n```" in told
+    written = (tmp_path / "a.md").read_text()
+    assert "## You\n\nhow?" in written and "```py\nx = 1\n```" in written
     session, turns = read_chat(tmp_path / "b.json")
     assert session.title == "how?" and [turn.question for turn in turns] == ["how?"]
     names = {path.name for path in tmp_path.iterdir() if path.suffix in (".md", ".json", ".py")}

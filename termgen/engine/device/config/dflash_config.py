@@ -2,7 +2,7 @@
 
 Published ones have two forms of config.json: that of a Qwen3 with a dictionary `dflash_config`
 (`DFlashDraftModel`), and that of Muse Glimmer's assistant, whose keys all lie side by side. Both
-have layers of Qwen3's kind, in which the tokens of a block see each other.
+have layers of Qwen3's kind, whose attention lets the tokens of a block see each other.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class HeadLayer(nn.Module):
         return Carried(residual, (self._ops.rotation(positions, frequencies, factor),))
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: each kind names its own
 
     def ignored_weights(self) -> tuple[str, ...]:
         return ("rotary_emb.inv_freq",)
