@@ -50,6 +50,8 @@ class DecodeStep:
         self._sampling: SamplingNeeds | None = None
         self._num_tokens = self._drafts = self._epochs = self._rows
         self._num_drafts = 0
+        self._all_may_draft = False
+        """Every row of the batch may have drafts and is behind its prompt."""
         self._computed: IntArray = self._rows
         """[num_rows] tokens computed before the next step."""
         self._next_step = -1
@@ -65,6 +67,7 @@ class DecodeStep:
         table = self._table
         if table.running is not self._rows:
             self._rows, self._sampling, self._steps_left = table.running, None, 0
+            self._all_may_draft = False
         rows = self._rows
         if not (len(rows) and self._constraints.may_all_run_ahead(table)):
             return None
@@ -121,10 +124,16 @@ class DecodeStep:
             return False
         drafts = 0
         if self._most_drafts:
-            places = places_for_drafts(table, rows, self._most_drafts, self._budget)
-            drafts, steps = int(places[0]), 1  # what lands may change every count
-            if np.count_nonzero(places != drafts):
-                return False
+            drafts = min(self._most_drafts, max(0, self._budget // len(rows) - 1))
+            if not self._all_may_draft:
+                may = np.minimum(known > table.num_prompt.take(rows), table.may_draft.take(rows))
+                self._all_may_draft = bool(may.all())
+            if steps <= drafts or not self._all_may_draft:
+                places = places_for_drafts(table, rows, self._most_drafts, self._budget)
+                drafts = int(places[0])
+                if np.count_nonzero(places != drafts):
+                    return False
+            steps = 1  # what lands may change every count
         rooms = kv.num_blocks.take(rows, axis=1) * kv.block_size - num_computed
         beyond: IntArray | int = drafts
         if self._num_ahead:

@@ -8,9 +8,9 @@ step lands. Engine thread only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,11 +72,19 @@ class KeptTokens(NamedTuple):
     """[num_rows] drafts that were computed for each row."""
     places: IntArray
     """[num_rows] places for drafts that each row had in the plan."""
+    ends: IntArray
+    """[num_rows] index in `token_ids` behind each row's last."""
+    order: IntArray
+    """[num_tokens] their indices in `token_ids`, to be added to an offset of each row's."""
 
     def guesses(self, may_draft: npt.NDArray[np.bool_]) -> GuessedTokens:
         """Those among them that were guessed: a token that a grammar forces is no guess.
         may_draft: [num_rows]"""
         return GuessedTokens(self.drafted * may_draft, (self.counts - 1) * may_draft)
+
+    def indices(self, firsts: IntArray) -> npt.NDArray[np.integer[Any]]:
+        """[num_tokens] where these tokens lie if each row's begin at `firsts` [num_rows]."""
+        return np.repeat(firsts + self.counts - self.ends, self.counts) + self.order
 
 
 class GuessedTokens(NamedTuple):
@@ -101,37 +109,46 @@ class DraftStats:
     drafted_per_pos: tuple[int, ...] = ()
     """How many of `num_draft_tokens` were the first, second, ... draft of their row."""
     accepted_per_pos: tuple[int, ...] = ()
+    _drafted: list[int] = field(default_factory=list)
+    """Rows of steps by how many drafts each had."""
+    _accepted: list[int] = field(default_factory=list)
+    """The same rows by how many of their drafts stayed."""
 
     def count_drafts(self, guessed: GuessedTokens) -> None:
-        drafted, accepted = guessed
-        self.num_drafts += int(np.count_nonzero(drafted))
-        self.num_draft_tokens += int(drafted.sum())
-        self.num_accepted_tokens += int(accepted.sum())
-        positions = np.arange(drafted.max(initial=0))
-        self.drafted_per_pos = _with_rows(self.drafted_per_pos, drafted, positions)
-        self.accepted_per_pos = _with_rows(self.accepted_per_pos, accepted, positions)
+        size = 1 + int(guessed.drafted.max(initial=0))
+        for totals, counts in zip((self._drafted, self._accepted), guessed, strict=True):
+            totals += [0] * (size - len(totals))
+            for num_tokens, num_rows in enumerate(np.bincount(counts).tolist()):
+                totals[num_tokens] += num_rows
+        self.num_drafts = sum(self._drafted[1:])
+        self.drafted_per_pos = _per_position(self._drafted)
+        self.accepted_per_pos = _per_position(self._accepted)
+        self.num_draft_tokens = sum(self.drafted_per_pos)
+        self.num_accepted_tokens = sum(self.accepted_per_pos)
 
 
-def _with_rows(totals: tuple[int, ...], rows: IntArray, positions: IntArray) -> tuple[int, ...]:
-    """Totals by position, with one more at the first positions of each row, as many as it has."""
-    more = (positions < rows[:, None]).sum(axis=0).tolist()
-    return tuple(map(sum, zip_longest(totals, more, fillvalue=0)))
+def _per_position(rows: list[int]) -> tuple[int, ...]:
+    """Tokens by position from rows by their number of tokens: a row has one at each position below
+    that."""
+    return tuple(accumulate(rows[:0:-1]))[::-1]
 
 
-def kept_tokens(plan: StepPlan, result: StepResult, rows: IntArray) -> KeptTokens:
-    """rows: those of the plan that sampled and have their slots."""
-    counts, places = result.num_sampled[rows], plan.num_draft_tokens[rows]
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    begins = np.cumsum(result.num_sampled) - result.num_sampled
+def kept_tokens(plan: StepPlan, result: StepResult, rows: IntArray | None) -> KeptTokens:
+    """rows: those of the plan that sampled and have their slots; None: all."""
     drafted = plan.num_draft_tokens if result.num_drafted is None else result.num_drafted
-    first = first_samples(drafted)
-    return KeptTokens(
-        result.token_ids[np.repeat(begins[rows], counts) + within],
-        (np.repeat(first[rows], counts) + within).astype(np.int32),
-        counts,
-        drafted[rows],
-        places,
+    firsts, places = first_samples(drafted), plan.num_draft_tokens
+    counts, token_ids = result.num_sampled, result.token_ids
+    ends = counts.cumsum()
+    if rows is not None:
+        begins = (ends - counts)[rows]
+        counts, drafted, firsts, places = counts[rows], drafted[rows], firsts[rows], places[rows]
+        ends = counts.cumsum()
+    kept = KeptTokens(
+        token_ids, token_ids, counts, drafted, places, ends, np.arange(ends[-1] if len(ends) else 0)
     )
+    if rows is not None:
+        kept = kept._replace(token_ids=token_ids[kept.indices(begins)])
+    return kept._replace(samples=kept.indices(firsts).astype(np.int32))
 
 
 def append_kept(
@@ -139,15 +156,14 @@ def append_kept(
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
     """Add landed tokens to these rows, and uncount the drafts that did not stay. Returns as
     `SlotTable.append_tokens`: the device cuts a row's tokens behind its end."""
-    table.drafts[:, slots] += np.stack(guessed)
-    lengths, num_pending, limit, stop_after = table.facts_of_ends.take(slots, axis=1)
-    ends = np.cumsum(kept.counts)
-    first = table.row_of_ids.take(slots) + lengths - (ends - kept.counts)
-    table.token_ids.put(
-        np.repeat(first, kept.counts) + np.arange(len(kept.token_ids)), kept.token_ids
-    )
-    lengths += kept.counts
+    drafts, counts = table.drafts, kept.counts
+    drafts[0].put(slots, drafts[0].take(slots) + guessed.drafted)
+    drafts[1].put(slots, drafts[1].take(slots) + guessed.accepted)
+    lengths, num_pending, limit, stop_after, num_computed, _ = table.facts.take(slots, axis=1)
+    table.token_ids.put(kept.indices(table.row_of_ids.take(slots) + lengths), kept.token_ids)
+    lengths += counts
+    counted = 1 + kept.places
     table.num_tokens.put(slots, lengths)
-    table.num_pending.put(slots, num_pending - 1 - kept.places)
-    table.num_computed[slots] -= 1 + kept.places - kept.counts
-    return table.ended(slots, kept.token_ids.take(ends - 1), lengths, limit, stop_after)
+    table.num_pending.put(slots, num_pending - counted)
+    table.num_computed.put(slots, num_computed - counted + counts)
+    return table.ended(slots, kept.token_ids.take(kept.ends - 1), lengths, limit, stop_after)

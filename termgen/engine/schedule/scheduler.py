@@ -529,10 +529,11 @@ class Scheduler:
         if self._pace is not None:
             self._pace.landed(plan, result)
         slots, epochs, tokens = plan.slots, plan.epochs, result.token_ids
-        rows = self._all_rows[: plan.num_rows]
-        is_whole = plan.step_id >= self._newest_loss and len(tokens) == plan.num_rows
+        rows, chosen = self._all_rows[: plan.num_rows], None
         has_drafts = plan.num_drafts > 0 and had_drafts(result)
-        if not is_whole or has_drafts:
+        num_sampled = np.count_nonzero(result.num_sampled) if has_drafts else len(tokens)
+        is_whole = plan.step_id >= self._newest_loss and num_sampled == plan.num_rows
+        if not is_whole:
             alive = self.slots.epoch[slots] == epochs
             sampled = result.num_sampled > 0
             is_one_each = np.count_nonzero(sampled) == len(tokens)
@@ -540,11 +541,12 @@ class Scheduler:
             self.stats.wasted_tokens += int(plan.num_tokens[~alive].sum())
             if plan.constrained is not None:
                 self._uncount_late(plan, alive & ~sampled, result.corrupt)
-            rows = (alive & sampled).nonzero()[0].astype(np.int32)
+            rows = chosen = (alive & sampled).nonzero()[0].astype(np.int32)
             slots, epochs, tokens = slots[rows], epochs[rows], result.last_tokens()[rows]
         applied = AppliedStep(slots, epochs, tokens, rows)
         if has_drafts:
-            kept = kept_tokens(plan, result, rows)
+            kept = kept_tokens(plan, result, chosen)
+            tokens = kept.token_ids.take(kept.ends - 1)
             applied.token_ids, applied.samples, applied.num_tokens = kept[:3]
             guessed = kept.guesses(self.slots.may_draft.take(slots))
             if guessed.drafted.any():
