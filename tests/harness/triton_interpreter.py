@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton_operators import UFUNCS, at_once
 
 HALVES = ("fp16", "bf16")
 """Types whose quotients are computed in another."""
@@ -30,6 +31,9 @@ def prepare() -> None:
     _mend_index(interpreter)
     _mend_fp8(interpreter)
     _patch_once_a_launch(interpreter)
+    _list_builtins_once(interpreter)
+    _leave_arguments_in_place(interpreter)
+    _multiply_floats(interpreter)
     _call_builtins_at_once(interpreter)
     _leave_out_unread_checks(interpreter)
     _look_types_up(interpreter)
@@ -100,16 +104,73 @@ def _patch_once_a_launch(interpreter: Any) -> None:
     interpreter._patch_lang = patch_lang
 
 
+def _list_builtins_once(interpreter: Any) -> None:
+    """It looks through all members of the language at each launch."""
+    import triton.language as tl
+
+    @functools.cache
+    def builtins(package: Any) -> tuple[tuple[str, Any], ...]:
+        members = inspect.getmembers(package)
+        return tuple((name, member) for name, member in members if tl.core.is_builtin(member))
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name, member in builtins(package):
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
+def _leave_arguments_in_place(interpreter: Any) -> None:
+    """It copies all storages of a launch back, also onto themselves."""
+    executor = interpreter.GridExecutor
+    restore = executor._restore_args_dev
+
+    def restore_args_dev(self: Any, args: Any, on_host: Any, kwargs: Any, kwargs_hst: Any) -> None:
+        pairs = [*zip(args, on_host, strict=True), *((v, kwargs_hst[k]) for k, v in kwargs.items())]
+        if not all(
+            one.data_ptr() == two.data_ptr()
+            for one, two in pairs
+            if hasattr(one, "data_ptr") and hasattr(two, "data_ptr")
+        ):
+            restore(self, args, on_host, kwargs, kwargs_hst)
+
+    executor._restore_args_dev = restore_args_dev
+
+
+def _multiply_floats(interpreter: Any) -> None:
+    """It has numpy multiply halves with sums of float32, for which there is no fast way."""
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        sizes = (a.data.dtype, b.data.dtype, d.data.dtype)
+        if sizes == (np.float16, np.float16, np.float32):
+            left, right = (one.data.astype(np.float32) for one in (a, b))
+            return interpreter.TensorHandle(np.matmul(left, right) + d.data, d.dtype.scalar)
+        return dot(self, a, b, d, *options)
+
+    builder.create_dot = create_dot
+
+
 def _call_builtins_at_once(interpreter: Any) -> None:
-    """It filters the keywords of each call."""
+    """It filters the keywords of each call, and then checks that one of them is there."""
+    import triton.language as tl
+
     semantic = interpreter.interpreter_semantic
 
-    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    @functools.cache
+    def direct(obj: Any, name: str, member: Any) -> Callable[..., Any]:
+        function = getattr(member, "__wrapped__", member)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = semantic
-            return member(*args, **kwargs)
+            return function(*args, **kwargs)
 
-        scope.set_attr(obj, name, call)
+        is_operator = obj is tl.tensor and name in UFUNCS
+        return at_once(interpreter, name, call) if is_operator else call
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        scope.set_attr(obj, name, direct(obj, name, member))
 
     interpreter._patch_attr = patch_attr
 
