@@ -15,6 +15,8 @@ from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
 NUM_TOKENS, VOCAB = 24, 512
+NUM_BLOCKS = 512
+"""Each is checked after every step; a tiny model would have 100,000 by default."""
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 3, "top_p": 0.95},
@@ -29,8 +31,9 @@ Written = list[tuple[list[int], list[int]]]
 
 def engine_of(folder: Path, **options: Any) -> SyncEngine:
     """Without drafts unless some are asked for."""
-    fixed = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "skip_tokenizer_init": True}
-    fixed["speculative_config"] = "none"
+    fixed: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8}
+    fixed |= {"skip_tokenizer_init": True, "speculative_config": "none"}
+    fixed["num_gpu_blocks_override"] = NUM_BLOCKS
     return SyncEngine(EngineConfig(model=str(folder), block_size=16, **(fixed | options)))
 
 

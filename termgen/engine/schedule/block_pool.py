@@ -165,23 +165,29 @@ class BlockPool:
 
     def check_integrity(self, users: dict[int, int]) -> None:
         """Compare with an independent count of `users` per block; AssertionError on any breach."""
-        free: list[int] = []
-        block, previous = self._next[self._end], self._end
+        following, free = self._next, list[int]()
+        block = following[self._end]
         while block != self._end:
-            assert self._prev[block] == previous, f"broken free list at block {block}"
+            free.append(block)
             assert len(free) <= self.num_blocks, "the free list has a cycle"
-            if block != self._mark:
-                free.append(block)
-            block, previous = self._next[block], block
-        assert len(free) == self.num_free == len(set(free)), "the free list lost count"
-        for b in range(1, self.num_blocks):
-            assert self._ref_counts[b] == users.get(b, 0), f"block {b} has wrong reference count"
-            held = self._hashes[b]
-            assert (held is not None) == bool(self._is_hashed[b])
-            assert held is None or b in self._by_hash[held], f"block {b} is not found by its hash"
-        assert set(free) == {b for b in range(1, self.num_blocks) if users.get(b, 0) == 0}
-        assert sum(map(len, self._by_hash.values())) == sum(self._is_hashed)
-        assert self.num_cached == sum(self._is_hashed[b] for b in free), "cached count is off"
+            block = following[block]
+        before = np.asarray([self._end, *free])
+        behind = np.asarray([*free, self._end])
+        assert np.array_equal(np.asarray(self._prev)[behind], before), "the free list is broken"
+        free.remove(self._mark)
+        assert len(free) == self.num_free, "the free list lost count"
+        counts = np.zeros(self.num_blocks, np.int32)
+        counts[list(users)] = list(users.values())
+        counts[NULL_BLOCK] = self._ref_counts[NULL_BLOCK]
+        wrong = np.flatnonzero(counts != np.asarray(self._ref_counts))
+        assert not len(wrong), f"block {wrong[0]} has the wrong reference count"
+        assert sorted(free) == np.flatnonzero(counts == 0).tolist(), "another block is free"
+        hashed = [b for b, held in enumerate(self._hashes) if held is not None]
+        assert hashed == np.flatnonzero(np.asarray(self._is_hashed)).tolist()
+        for b in hashed:
+            assert b in self._by_hash[self._hashes[b] or b""], f"block {b} is not found by its hash"
+        assert sum(map(len, self._by_hash.values())) == len(hashed)
+        assert self.num_cached == np.count_nonzero(counts[hashed] == 0), "cached count is off"
 
     def _forget(self, block: int) -> None:
         block_hash = self._hashes[block]
