@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,10 @@ import torch
 from paged_model import PagedModel, Row, load
 
 from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
+from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.text.tokenizer import load_tokenizer
 
-NUM_READ, NUM_WRITTEN = 380, 20
-NUM_COMPARED = 200
+NUM_READ, NUM_WRITTEN = 260, 20
 NEAR_TIE = 0.02
 """Nats between two tokens that rounding may rank otherwise."""
 BOUNDS = {
@@ -24,26 +22,14 @@ BOUNDS = {
 """Nats in the mean, at most."""
 
 
-@functools.cache
-def log_probabilities(model: Path, kind: str) -> torch.Tensor:
-    """[200, vocab] of the README's beginning: a prompt in two parts, the second of which is
-    compared, and the last tokens one by one."""
-    text = (Path(__file__).parents[4] / "README.md").read_text()[:4000]
-    ids = list(load_tokenizer(model).encode(text))[: NUM_READ + NUM_WRITTEN]
-    assert len(ids) == NUM_READ + NUM_WRITTEN
-    paged = PagedModel(load(model), num_blocks=160, dtype=kv_cache_dtype(kind, torch.float32))
+def log_probabilities(model: CausalDecoder, ids: list[int], kind: str) -> torch.Tensor:
+    """[150, vocab] a prompt in two parts, the second of which is compared, and the last tokens one
+    by one."""
+    paged = PagedModel(model, num_blocks=160, dtype=kv_cache_dtype(kind, torch.float32))
     half = NUM_READ // 2
-    prompt = [paged.step([Row(0, at, ids[at : at + half])])[0] for at in (0, half)]
+    _, compared = (paged.step([Row(0, at, ids[at : at + half])])[0] for at in (0, half))
     singles = [paged.step([Row(0, i, [ids[i]])])[0] for i in range(NUM_READ, len(ids))]
-    compared = torch.cat([*prompt, *singles])[-NUM_COMPARED:]
-    return compared.double().log_softmax(-1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_kept() -> Iterator[None]:
-    """Probabilities are hundreds of MB a model: they go with the module."""
-    yield
-    log_probabilities.cache_clear()
+    return torch.cat([compared, *singles]).log_softmax(-1)
 
 
 def errors(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
@@ -58,16 +44,20 @@ def as_it_is(heads: torch.Tensor) -> torch.Tensor:
 def test_a_real_model_with_a_smaller_kv_cache(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = request.getfixturevalue(name)
-    exact = log_probabilities(model, "auto")
+    file = request.getfixturevalue(name)
+    text = (Path(__file__).parents[4] / "README.md").read_text()[:4000]
+    ids = list(load_tokenizer(file).encode(text))[: NUM_READ + NUM_WRITTEN]
+    assert len(ids) == NUM_READ + NUM_WRITTEN
+    model = load(file)
+    exact = log_probabilities(model, ids, "auto")
     means = {}
     for kind, most in BOUNDS[name].items():
-        rounded = log_probabilities(model, kind)
+        rounded = log_probabilities(model, ids, kind)
         found = errors(exact, rounded)
         chosen = rounded.argmax(-1)
-        tops = float((chosen == exact.argmax(-1)).double().mean())
+        tops = float((chosen == exact.argmax(-1)).float().mean())
         loss = exact.amax(-1) - exact.gather(-1, chosen[:, None])[:, 0]
-        near = float((loss < NEAR_TIE).double().mean())
+        near = float((loss < NEAR_TIE).float().mean())
         print(
             f"{name} {kind}: mean {found.mean():.1e}, p99 {found.quantile(0.99):.1e}, "
             f"same first token {tops:.1%}, but for near ties {near:.1%}"
@@ -76,9 +66,7 @@ def test_a_real_model_with_a_smaller_kv_cache(
         means[kind] = found.mean()
     for module in ("kernels.kv_cache", "layers.ops"):
         monkeypatch.setattr(f"termgen.engine.device.{module}.spread", as_it_is)
-    log_probabilities.cache_clear()
     for kind in ("int8", "int4"):
-        plain = errors(exact, log_probabilities(model, kind)).mean()
+        plain = errors(exact, log_probabilities(model, ids, kind)).mean()
         print(f"{name} {kind}, keys not spread: mean {plain:.1e}")
         assert means[kind] < 0.7 * plain
-    log_probabilities.cache_clear()
