@@ -11,6 +11,8 @@ many of the largest logits as it takes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 _FIRST_SORTED = 256
@@ -18,23 +20,31 @@ _ROOM_FOR_TIES = 32
 _GROWTH = 8
 
 
-def cut_threshold(
-    logits: torch.Tensor, *, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """[B, 1] smallest logit to keep in each row of logits [B, V]; parameters [B].
+class Cuts(NamedTuple):
+    """Columns of the parameters, one for each row `part="cut"` of `sampling_params`: of a step's
+    rows, or of every slot."""
 
-    min_p drops what is less probable than `min_p` times the most probable token (0: nothing).
-    top_k keeps the k largest of the rest (0: all). top_p keeps of those, renormalised, the smallest
-    set of most probable tokens with a mass of at least `top_p` (1: all).
-    """
-    if logits.device.type == "cpu":
-        return cut_threshold_cpu(logits, min_p=min_p, top_k=top_k, top_p=top_p)
-    return cut_threshold_reference(logits, min_p=min_p, top_k=top_k, top_p=top_p)
+    min_p: torch.Tensor
+    """float32 in [0, 1]: drop what is less probable than this times the most probable token (0:
+    nothing)."""
+    top_k: torch.Tensor
+    """int32: keep this many largest of the rest (0: all)."""
+    top_p: torch.Tensor
+    """float32 in (0, 1]: keep of those, renormalised, the smallest set of most probable tokens with
+    a mass of at least this (1: all)."""
+
+    def of(self, rows: torch.Tensor | slice) -> Cuts:
+        return Cuts(*(column[rows] for column in self))
 
 
-def cut_threshold_reference(
-    logits: torch.Tensor, *, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
+def cut_threshold(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    """[B, 1] smallest logit to keep in each row of logits [B, V]; cuts [B]."""
+    form = cut_threshold_cpu if logits.device.type == "cpu" else cut_threshold_reference
+    return form(logits, cuts)
+
+
+def cut_threshold_reference(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    min_p, top_k, top_p = cuts.min_p, cuts.top_k, cuts.top_p
     vocab_size = logits.shape[-1]
     values = logits.sort(dim=-1, descending=True).values
     threshold = values[:, :1] + min_p.log().unsqueeze(1)
@@ -45,10 +55,9 @@ def cut_threshold_reference(
     return torch.maximum(threshold, _top_p_threshold(values, mass, top_p.unsqueeze(1)))
 
 
-def cut_threshold_cpu(
-    logits: torch.Tensor, *, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
+def cut_threshold_cpu(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     """Fast path, skip on a first reading: the same thresholds without sorting every row."""
+    min_p, top_k, top_p = cuts.min_p, cuts.top_k, cuts.top_p
     threshold = logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
     limited = ((top_k > 0) & (top_k < logits.shape[-1])) | (top_p < 1.0)
     rows = limited.nonzero().squeeze(1)

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from termgen.engine.device.sampling.metadata import SamplingMetadata
+from termgen.engine.device.sampling.penalties import Penalties
+from termgen.engine.device.sampling.top_k_top_p import Cuts
+from termgen.vocabulary.sampling_params import CUTS
 from termgen.vocabulary.step import SamplingNeeds
 
 MakeMeta = Callable[..., SamplingMetadata]
@@ -17,6 +20,11 @@ MakeMeta = Callable[..., SamplingMetadata]
 def _rows(value: Any, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.as_tensor(value, dtype=dtype)
     return tensor.expand(num_rows).clone() if tensor.dim() == 0 else tensor.clone()
+
+
+def asks(cuts: Cuts) -> bool:
+    """True if some row is to be cut."""
+    return any(bool((getattr(cuts, name) != neutral).any()) for name, neutral in CUTS.items())
 
 
 def _make_meta(
@@ -43,14 +51,8 @@ def _make_meta(
     float32 = torch.float32
     tensors = {
         "temperature": _rows(temperature, num_rows, float32),
-        "top_k": _rows(top_k, num_rows, torch.int32),
-        "top_p": _rows(top_p, num_rows, float32),
-        "min_p": _rows(min_p, num_rows, float32),
         "seeds": torch.arange(num_rows) if seeds is None else _rows(seeds, num_rows, torch.int64),
         "positions": _rows(positions, num_rows, torch.int64),
-        "repetition_penalty": _rows(repetition, num_rows, float32),
-        "presence_penalty": _rows(presence, num_rows, float32),
-        "frequency_penalty": _rows(frequency, num_rows, float32),
         "suppress_stop": _rows(suppress_stop, num_rows, torch.bool),
         "stop_token_ids": (
             torch.empty(num_rows, 0, dtype=torch.int64)
@@ -58,16 +60,21 @@ def _make_meta(
             else stop_token_ids
         ),
     }
-    limited = (
-        (tensors["top_k"] > 0).any() | (tensors["top_p"] < 1).any() | (tensors["min_p"] > 0).any()
+    cuts = Cuts(
+        top_k=_rows(top_k, num_rows, torch.int32).to(device),
+        top_p=_rows(top_p, num_rows, float32).to(device),
+        min_p=_rows(min_p, num_rows, float32).to(device),
     )
+    penalties = (_rows(value, num_rows, float32) for value in (repetition, presence, frequency))
     return SamplingMetadata(
         **{name: tensor.to(device) for name, tensor in tensors.items()},
+        cuts=cuts,
+        penalties=Penalties(*(column.to(device) for column in penalties)),
         output_counts=None if output_counts is None else output_counts.to(device),
         prompt_mask=None if prompt_mask is None else prompt_mask.to(device),
         needs=SamplingNeeds(
             all_greedy=bool((tensors["temperature"] < 1e-5).all()),
-            filters=bool(limited),
+            filters=asks(cuts),
             penalties=output_counts is not None,
             min_tokens=min_tokens,
             max_logprobs=max_logprobs,

@@ -33,7 +33,7 @@ from termgen.engine.device.kernels.sampling.sample import (
     _MINUS_INF_KEY,
     sortable_key,
 )
-from termgen.engine.device.sampling.top_k_top_p import cut_threshold_reference
+from termgen.engine.device.sampling.top_k_top_p import Cuts, cut_threshold_reference
 from termgen.vocabulary.sampling_params import GREEDY_EPSILON
 
 _TILE = 4096
@@ -382,11 +382,9 @@ def cut_threshold(
     logits: torch.Tensor,  # [B * num_samples, V], rows dense
     slots: torch.Tensor,  # [B] int64
     workspace: CutWorkspace,
+    cuts: Cuts,  # [R]
     *,
     temperature: torch.Tensor,  # [R] float32
-    top_k: torch.Tensor,  # [R] int32
-    top_p: torch.Tensor,  # [R] float32
-    min_p: torch.Tensor,  # [R] float32
     edited: torch.Tensor | None = None,  # [at least as many rows, V] float32
     edits: EditedSlots | None = None,
     num_samples: int = 1,
@@ -405,9 +403,9 @@ def cut_threshold(
             logits,
             slots,
             temperature,
-            top_k,
-            top_p,
-            min_p,
+            cuts.top_k,
+            cuts.top_p,
+            cuts.min_p,
             logits if edited is None else edited,
             None if edits is None else edits.edit_kinds,
             None if edits is None else edits.total_len,
@@ -429,21 +427,11 @@ def cut_threshold(
 
 
 def cut_threshold_of_slots(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    logits: torch.Tensor, slots: torch.Tensor, cuts: Cuts, *, temperature: torch.Tensor
 ) -> torch.Tensor:
     """The reference, in `cut_threshold`'s terms."""
     temperatures = temperature[slots].unsqueeze(1)
     greedy = temperatures < GREEDY_EPSILON
-    threshold = cut_threshold_reference(
-        logits.float() / temperatures.masked_fill(greedy, 1.0),
-        min_p=min_p[slots],
-        top_k=top_k[slots],
-        top_p=top_p[slots],
-    )
+    scaled = logits.float() / temperatures.masked_fill(greedy, 1.0)
+    threshold = cut_threshold_reference(scaled, cuts.of(slots))
     return threshold.masked_fill(greedy, -torch.inf).squeeze(1)

@@ -16,6 +16,7 @@ from termgen.engine.device.kernels.sampling.top_k_top_p import (  # noqa: E402
     cut_threshold,
     cut_threshold_of_slots,
 )
+from termgen.engine.device.sampling.top_k_top_p import Cuts  # noqa: E402
 
 devices = pytest.mark.parametrize("device", DEVICES)
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -38,12 +39,12 @@ def run(
         rows = torch.as_tensor(value, dtype=dtype, device=device).expand(num_rows)
         return torch.cat((rows.flip(0), rows[:1]))
 
-    tables = {
-        "temperature": column(temperature, torch.float32),
-        "top_k": column(top_k, torch.int32),
-        "top_p": column(top_p, torch.float32),
-        "min_p": column(min_p, torch.float32),
-    }
+    temperatures = column(temperature, torch.float32)
+    cuts = Cuts(
+        top_k=column(top_k, torch.int32),
+        top_p=column(top_p, torch.float32),
+        min_p=column(min_p, torch.float32),
+    )
     slots = torch.arange(num_rows - 1, -1, -1, device=device)
     workspace = CutWorkspace(
         max_rows=num_rows, vocab_size=logits.shape[1], device=device, tile=1024, capacity=capacity
@@ -51,9 +52,9 @@ def run(
     workspace.pieces.fill_(2**31 - 1)
     workspace.collected.fill_(2**31 - 1)
     out = torch.full((num_rows,), NAN, device=device)
-    assert cut_threshold(logits, slots, workspace, **tables, out=out) is out
-    expected = cut_threshold_of_slots(logits, slots, **tables)
-    temperatures = tables["temperature"][slots]
+    assert cut_threshold(logits, slots, workspace, cuts, temperature=temperatures, out=out) is out
+    expected = cut_threshold_of_slots(logits, slots, cuts, temperature=temperatures)
+    temperatures = temperatures[slots]
     scaled = logits.float() / temperatures.masked_fill(temperatures < 1e-5, 1.0)[:, None]
     return ~(scaled < out[:, None]), ~(scaled < expected[:, None])
 
