@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_columns import asks, make_cuts
 
 from termgen.engine.device.sampling.metadata import SamplingMetadata
 from termgen.engine.device.sampling.penalties import Penalties
-from termgen.engine.device.sampling.top_k_top_p import Cuts
-from termgen.vocabulary.sampling_params import CUTS
 from termgen.vocabulary.step import SamplingNeeds
 
 MakeMeta = Callable[..., SamplingMetadata]
@@ -22,18 +21,10 @@ def _rows(value: Any, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor.expand(num_rows).clone() if tensor.dim() == 0 else tensor.clone()
 
 
-def asks(cuts: Cuts) -> bool:
-    """True if some row is to be cut."""
-    return any(bool((getattr(cuts, name) != neutral).any()) for name, neutral in CUTS.items())
-
-
 def _make_meta(
     num_rows: int,
     *,
     temperature: Any = 1.0,
-    top_k: Any = 0,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
     seeds: Any = None,
     positions: Any = 0,
     repetition: Any = 1.0,
@@ -46,6 +37,7 @@ def _make_meta(
     min_tokens: bool = True,
     max_logprobs: int | None = None,
     device: str = "cpu",
+    **cuts: Any,
 ) -> SamplingMetadata:
     """Metadata whose host flags follow from the values, as the scheduler would set them."""
     float32 = torch.float32
@@ -60,21 +52,17 @@ def _make_meta(
             else stop_token_ids
         ),
     }
-    cuts = Cuts(
-        top_k=_rows(top_k, num_rows, torch.int32).to(device),
-        top_p=_rows(top_p, num_rows, float32).to(device),
-        min_p=_rows(min_p, num_rows, float32).to(device),
-    )
+    columns = make_cuts(num_rows, device=device, **cuts)
     penalties = (_rows(value, num_rows, float32) for value in (repetition, presence, frequency))
     return SamplingMetadata(
         **{name: tensor.to(device) for name, tensor in tensors.items()},
-        cuts=cuts,
+        cuts=columns,
         penalties=Penalties(*(column.to(device) for column in penalties)),
         output_counts=None if output_counts is None else output_counts.to(device),
         prompt_mask=None if prompt_mask is None else prompt_mask.to(device),
         needs=SamplingNeeds(
             all_greedy=bool((tensors["temperature"] < 1e-5).all()),
-            filters=asks(cuts),
+            filters=asks(columns),
             penalties=output_counts is not None,
             min_tokens=min_tokens,
             max_logprobs=max_logprobs,

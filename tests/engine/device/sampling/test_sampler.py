@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from no_waits import no_waits
+from sampling_columns import asks
 from transformers import TopKLogitsWarper
 
 from termgen.engine.device.sampling import sampler
 from termgen.engine.device.sampling.gumbel import Stream
 from termgen.engine.device.sampling.metadata import SamplingMetadata
 from termgen.engine.device.sampling.sampler import Sampler
-from termgen.vocabulary.sampling_params import CUTS
 from termgen.vocabulary.step import CORRUPT_TOKEN
 
 MakeMeta = Callable[..., SamplingMetadata]
@@ -238,7 +238,7 @@ def test_a_draw_does_not_depend_on_the_batch(
         # Alone, the host flags say exactly what this row needs.
         alone.needs = alone.needs._replace(
             all_greedy=float(alone.temperature) < 1e-5,
-            filters=any(float(getattr(alone.cuts, name)) != off for name, off in CUTS.items()),
+            filters=asks(alone.cuts),
             min_tokens=bool(alone.suppress_stop),
         )
         assert int(Sampler()(logits[one], alone).token_ids) == int(together[row]), row

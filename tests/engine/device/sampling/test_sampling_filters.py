@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from sampling_columns import make_cuts
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -16,7 +17,6 @@ from transformers import (
 from termgen.engine.device.sampling.penalties import Penalties, apply_penalties
 from termgen.engine.device.sampling.sampler import mask_stop_tokens
 from termgen.engine.device.sampling.top_k_top_p import (
-    Cuts,
     cut_threshold,
     cut_threshold_cpu,
     cut_threshold_reference,
@@ -25,17 +25,9 @@ from termgen.engine.device.sampling.top_k_top_p import (
 VOCAB = 1009
 
 
-def cut(logits: torch.Tensor, form=cut_threshold, *, min_p=0.0, top_k=0, top_p=1.0) -> torch.Tensor:
-    rows = len(logits)
-    threshold = form(
-        logits,
-        Cuts(
-            min_p=torch.as_tensor(min_p, dtype=torch.float32).expand(rows),
-            top_k=torch.as_tensor(top_k, dtype=torch.int32).expand(rows),
-            top_p=torch.as_tensor(top_p, dtype=torch.float32).expand(rows),
-        ),
-    )
-    assert threshold.shape == (rows, 1)
+def cut(logits: torch.Tensor, form=cut_threshold, **cuts) -> torch.Tensor:
+    threshold = form(logits, make_cuts(len(logits), **cuts))
+    assert threshold.shape == (len(logits), 1)
     return logits.masked_fill(logits < threshold, -torch.inf)
 
 
