@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ from termgen.vocabulary.sampling_params import (
     SamplingParams,
 )
 
-API_PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+API_PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+MOST_FILES = 6
 CHATS = [openapi.body_schema(endpoint)["properties"] for endpoint in (CHAT, COMPLETIONS)]
 OTHERS = [openapi.body_schema(endpoint)["properties"] for endpoint in (MESSAGES, RESPONSES)]
 every = pytest.mark.parametrize("name", TABLE)
@@ -189,3 +192,27 @@ def test_no_name_means_two_things() -> None:
     for word in (*UNSUPPORTED, *(word for row in TABLE.values() for word in row.others)):
         assert word in OTHERS_WORDS
         assert all(word not in endpoint.fields for endpoint in endpoints)
+
+
+def test_a_new_one_takes_few_files() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    recipe = guide.partition("### A sampling parameter")[2].partition("\n## ")[0]
+    files = [path for line in recipe.splitlines() for path in re.findall(r"^\| `(\S+)` \|", line)]
+    assert 3 < len(files) <= MOST_FILES and all((ROOT / path).exists() for path in files)
+
+
+def test_no_other_file_of_the_program_names_the_pattern() -> None:
+    """A number that has a column is named where the table, the sampler and its kernel are."""
+    package = ROOT / "termgen"
+    named = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"\bmin_p\b", path.read_text(encoding="utf-8"))
+    }
+    assert named == {
+        "vocabulary/sampling_params.py",
+        "engine/device/sampling/top_k_top_p.py",
+        "engine/device/kernels/sampling/top_k_top_p.py",
+        "api/sampling.py",  # advice for other servers' order of samplers
+        "tui/chat/state/token_scores.py",  # where a cut shows among few alternatives
+    }
