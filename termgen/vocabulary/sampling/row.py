@@ -53,10 +53,18 @@ class Reals:
     low: float
     high: float
     is_open: bool = False
+    least: float | None = None
+    """Smallest value above the low end, where that means off: a smaller one would mean the
+    opposite."""
 
     def check(self, name: str, value: object) -> None:
         if not is_finite(value):
             raise RequestError(f"{name} must be a finite number, not {brief(value)}", param=name)
+        if self.least is not None and self.low < value < self.least:
+            raise RequestError(
+                f"{name} must be {self.low:g} or in [{self.least:g}, {self.high:g}], not {value:g}",
+                param=name,
+            )
         too_low = value < self.low or (self.is_open and value - self.low < SMALLEST_POSITIVE)
         if value > self.high or too_low:
             bracket = "(" if self.is_open else "["
