@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from termgen.errors import RequestError
 from termgen.vocabulary.sampling.row import (
+    LLAMA_CPP,
     VLLM,
     Integers,
     Neutral,
@@ -50,7 +51,6 @@ UNSUPPORTED: Mapping[str, Neutral] = {
     **dict.fromkeys(("typical", "cfg_scale", "encoder_repetition_penalty"), (1,)),
     **dict.fromkeys(("dynatemp_low", "dynatemp_high", "dynatemp_exponent"), (0, 1)),
     **dict.fromkeys(("min_temp", "max_temp", "temp_exponent", "rep_pen_slope"), (0, 1)),
-    **dict.fromkeys(("top_n_sigma", "nsigma"), (-1, 0)),
     "negative_prompt": None,
     "lora": None,
 }
@@ -127,6 +127,24 @@ class SamplingParams:
             origin=VLLM,
             llama_cpp="min_p",
             in_gguf="min_p",
+            column="float32",
+            part="cut",
+        ),
+    )
+    top_n_sigma: float = param(
+        0.0,
+        Row(
+            meaning="tokens whose logit is at most so many standard deviations of the logits below "
+            "the largest, whatever the temperature; 0 or -1: all",
+            values="0.001 to 100, or 0 or -1",
+            help="leave out tokens whose logit is more than this many standard deviations below "
+            "the largest, 0 to 100; 0 leaves none out (default: 0)",
+            panel="keep within so many deviations; 0: all",
+            range=Reals(0.0, 100.0, least=0.001),
+            off_too=-1,
+            origin=LLAMA_CPP,
+            llama_cpp="top_n_sigma",
+            others={"nsigma": (-1, 0)},
             column="float32",
             part="cut",
         ),

@@ -1,6 +1,6 @@
-"""Cut the tail of a distribution: min-p, then top-k, then top-p.
+"""Cut the tail of a distribution: top-n-sigma and min-p, then top-k, then top-p.
 
-All three keep a set of the largest logits, so together they are one threshold per row: a token
+All of them keep a set of the largest logits, so together they are one threshold per row: a token
 stays if its logit is not below it. The most likely token always stays. Ties at a cut are all kept:
 which of two equal logits a sort puts first differs between devices, and a draw must not.
 
@@ -24,6 +24,11 @@ class Cuts(NamedTuple):
     """Columns of the parameters, one for each row `part="cut"` of `sampling_params`: of a step's
     rows, or of every slot."""
 
+    top_n_sigma: torch.Tensor
+    """float32: drop what is more than this many standard deviations of the logits below the largest
+    (0: nothing). As `llama_sampler_top_n_sigma_apply` of llama.cpp (src/llama-sampling.cpp) has it:
+    the deviation is that of the whole population, tokens of -inf aside, before any other cut.
+    llama.cpp takes it before it divides by the temperature, which scales both sides alike."""
     min_p: torch.Tensor
     """float32 in [0, 1]: drop what is less probable than this times the most probable token (0:
     nothing)."""
@@ -47,7 +52,10 @@ def cut_threshold_reference(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     min_p, top_k, top_p = cuts.min_p, cuts.top_k, cuts.top_p
     vocab_size = logits.shape[-1]
     values = logits.sort(dim=-1, descending=True).values
-    threshold = values[:, :1] + min_p.log().unsqueeze(1)
+    threshold = torch.maximum(
+        values[:, :1] + min_p.log().unsqueeze(1),
+        _sigma_threshold(logits, values[:, :1], cuts.top_n_sigma),
+    )
     last = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size).long() - 1
     threshold = torch.maximum(threshold, values.gather(1, last.unsqueeze(1)))
     values = values.masked_fill(values < threshold, -torch.inf)
@@ -58,7 +66,12 @@ def cut_threshold_reference(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
 def cut_threshold_cpu(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     """Fast path, skip on a first reading: the same thresholds without sorting every row."""
     min_p, top_k, top_p = cuts.min_p, cuts.top_k, cuts.top_p
-    threshold = logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
+    largest = logits.amax(dim=-1, keepdim=True)
+    threshold = largest + min_p.log().unsqueeze(1)
+    rows = (cuts.top_n_sigma > 0).nonzero().squeeze(1)
+    if len(rows):
+        limit = _sigma_threshold(logits[rows], largest[rows], cuts.top_n_sigma[rows])
+        threshold[rows] = torch.maximum(threshold[rows], limit)
     limited = ((top_k > 0) & (top_k < logits.shape[-1])) | (top_p < 1.0)
     rows = limited.nonzero().squeeze(1)
     if len(rows) == len(logits):
@@ -91,6 +104,24 @@ def _cut_rows(
         values = logits.topk(num_sorted, dim=-1).values
     values = values.masked_fill(values < threshold, -torch.inf)
     return torch.maximum(threshold, _top_p_threshold(values, total, limit))
+
+
+def _sigma_threshold(
+    logits: torch.Tensor, largest: torch.Tensor, top_n_sigma: torch.Tensor
+) -> torch.Tensor:
+    """[R, 1] the largest logit less `top_n_sigma` standard deviations, -inf where that is 0.
+
+    In float64, so that the order of the sums leaves no trace in float32: kernels have another. A
+    row whose largest logit is not finite is not cut."""
+    below = logits.double() - largest.double()
+    is_known = logits > -torch.inf
+    below = below.masked_fill(~is_known, 0.0)
+    count = is_known.sum(dim=-1, keepdim=True)
+    mean = below.sum(dim=-1, keepdim=True) / count
+    variance = below.square().sum(dim=-1, keepdim=True) / count - mean.square()
+    n = top_n_sigma.double().unsqueeze(1)
+    cut = (largest.double() - n * variance.clamp(min=0.0).sqrt()).to(logits.dtype)
+    return cut.masked_fill((n <= 0.0) | ~largest.isfinite(), -torch.inf)
 
 
 def _mass(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
