@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from termgen.errors import RequestError
 from termgen.vocabulary.sampling.row import (
@@ -405,11 +406,11 @@ class SamplingParams:
     @property
     def has_cuts(self) -> bool:
         """True if the tail of the distribution is cut."""
-        return any(getattr(self, name) != neutral for name, neutral in CUTS.items())
+        return _cuts_of(self) != _NEUTRAL_CUTS
 
     @property
     def has_penalties(self) -> bool:
-        return any(getattr(self, name) != neutral for name, neutral in PENALTIES.items())
+        return _penalties_of(self) != _NEUTRAL_PENALTIES
 
     @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
@@ -425,7 +426,9 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         for name, row in TABLE.items():
-            row.check(getattr(self, name))
+            value = getattr(self, name)
+            if value is not row.default:  # most are, and take no time so
+                row.check(value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
@@ -558,4 +561,6 @@ RECOMMENDED: Mapping[str, str] = {
     name: row.in_gguf for name, row in TABLE.items() if row.in_gguf is not None
 }
 """Parameters for which a model's files may recommend a value -> their names in GGUF files."""
+_cuts_of, _NEUTRAL_CUTS = attrgetter(*CUTS), tuple(CUTS.values())
+_penalties_of, _NEUTRAL_PENALTIES = attrgetter(*PENALTIES), tuple(PENALTIES.values())
 _OFF_TOO = tuple((name, row.off_too) for name, row in TABLE.items() if row.off_too is not None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ from termgen.vocabulary.step import AddedRow, SamplingNeeds, StepPlan
 REALS = tuple(name for name, row in COLUMNS.items() if row.column == "float32")
 COUNTS = tuple(name for name, row in COLUMNS.items() if row.column == "int32")
 """Columns of sampling parameters that are uploaded together."""
+_TEMPERATURE = REALS.index("temperature")
+_reals_of = attrgetter(*REALS)
 
 
 class RequestState:
@@ -89,7 +92,7 @@ class RequestState:
         likely tokens to report, -1 for nothing at all; bits of what changes the logits."""
         self.num_logprobs.fill_(-1)
         self._reals, reals = columns(len(REALS), torch.float32)
-        self._counts, counts = columns(len(COUNTS), torch.int32)
+        _, counts = columns(len(COUNTS), torch.int32)
         self.params = dict(zip((*REALS, *COUNTS), (*reals, *counts), strict=True))
         """Columns of the table of sampling parameters, by name."""
         for name, column in self.params.items():
@@ -166,10 +169,10 @@ class RequestState:
         suppress_stop = positions < self.min_total[slots]
         return SamplingMetadata(
             temperature=self.temperature[slots],
-            cuts=self.cuts.of(slots),
+            cuts=self.cuts.of(slots) if needs.filters else None,
             seeds=self.seeds[slots],
             positions=positions,
-            penalties=self.penalties.of(slots),
+            penalties=self.penalties.of(slots) if needs.penalties else None,
             output_counts=output_counts,
             prompt_mask=prompt_mask,
             stop_token_ids=self.stop_ids[slots],
@@ -200,17 +203,18 @@ class RequestState:
             [row.seed for row in added],
             [-1 if p.logprobs is None else p.logprobs for p in params],
             [_edit_kinds(row) for row in added],
-            *([getattr(p, name) for p in params] for name in COUNTS),
+            *(list(map(attrgetter(name), params)) for name in COUNTS),
         ]
-        reals = [[getattr(p, name) for p in params] for name in REALS]
-        reals[REALS.index("temperature")] = [0.0 if p.is_greedy else p.temperature for p in params]
+        reals = [*zip(*map(_reals_of, params), strict=True)]
+        reals[_TEMPERATURE] = tuple(0.0 if p.is_greedy else p.temperature for p in params)
         stops = np.full((self.stop_ids.shape[1], len(added)), -1, np.int64)
         for i, row in enumerate(added):
             stops[: len(row.stop_token_ids), i] = row.stop_token_ids
         uploaded = self.upload(np.concatenate((np.asarray(integers, np.int64), stops)))
         slots, first_count = uploaded[0], len(integers) - len(COUNTS)
         self._integers.index_copy_(1, slots, uploaded[1:first_count])
-        self._counts.index_copy_(1, slots, uploaded[first_count : len(integers)].int())
+        for i, name in enumerate(COUNTS, first_count):
+            self.params[name].index_copy_(0, slots, uploaded[i].int())
         self._reals.index_copy_(1, slots, self.upload(np.asarray(reals, np.float32)))
         self.stop_ids.index_copy_(0, slots, uploaded[len(integers) :].T)
         self.finished.index_fill_(0, slots, False)

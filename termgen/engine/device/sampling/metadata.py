@@ -34,12 +34,14 @@ class SamplingMetadata:
 
     temperature: torch.Tensor
     """[B] float32; below `GREEDY_EPSILON` the row is greedy."""
-    cuts: Cuts
+    cuts: Cuts | None
+    """Given where rows are cut."""
     seeds: torch.Tensor
     """[B] int64, any bits."""
     positions: torch.Tensor
     """[B] int64: index in its sequence of the token being drawn."""
-    penalties: Penalties
+    penalties: Penalties | None
+    """Given where rows need penalties."""
     output_counts: torch.Tensor | None
     """[B, V] int32: how often each id was generated so far. Given where rows need penalties."""
     prompt_mask: torch.Tensor | None

@@ -69,6 +69,7 @@ class Sampler:
         logits = logits / temperature.masked_fill(greedy, 1.0).unsqueeze(1)
         threshold = None
         if meta.needs.filters:
+            assert meta.cuts is not None
             threshold = cut_threshold(logits, meta.cuts.of(rows))
         return gumbel_argmax(
             logits,
@@ -98,6 +99,7 @@ def process_logits(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor
         logits = mask_stop_tokens(logits, meta.stop_token_ids, meta.suppress_stop)
     if meta.needs.penalties:
         assert meta.prompt_mask is not None and meta.output_counts is not None
+        assert meta.penalties is not None
         logits = apply_penalties(
             logits,
             meta.penalties,
