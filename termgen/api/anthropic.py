@@ -48,10 +48,11 @@ from termgen.api.fields import (
 )
 from termgen.api.job import Job, ResponseOptions
 from termgen.api.rows import AskingRow, GeneratingRow, TokenRow
-from termgen.api.sampling import MAX_INT, PositiveInt, SharedFields
+from termgen.api.sampling import PositiveInt, SharedFields
 from termgen.api.tools import left_out, refuse_choice
 from termgen.client import GenerationClient, Prompt, TokenDelta
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling.row import MAX_INT
 
 NAMES = {
     "max_completion_tokens": "max_tokens",

@@ -25,12 +25,12 @@ from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
 from termgen.api.rows import GeneratingRow
 from termgen.api.sampling import (
     HARMLESS,
-    LOGPROBS_DOC,
     REFUSED,
     GenerationFields,
     NumLogprobs,
     TokenLimit,
     check_prompt_logprobs,
+    doc,
     parse_sampling,
     token_limit,
 )
@@ -63,7 +63,7 @@ class ChatFields(GenerationFields, frozen=True):
             "an object of the type `content`",
         ),
     ] = None
-    logprobs: Annotated[bool, LOGPROBS_DOC] = False
+    logprobs: Annotated[bool, doc("logprobs")] = False
     top_logprobs: Annotated[
         NumLogprobs | None,
         ANSWER(

@@ -28,10 +28,10 @@ from termgen.api.fields import (
     wanted,
     wrong_type,
 )
-from termgen.api.sampling import VLLM
 from termgen.api.tools import MAX_TOOLS, Tools, parse_tools, show_tools
 from termgen.client import MAX_CHAT_TEMPLATE_CHARS, ChatPrompt
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling.row import VLLM
 from termgen.vocabulary.structured_outputs import is_longer
 from termgen.vocabulary.tool_format import ToolFormat
 

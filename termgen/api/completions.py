@@ -28,18 +28,18 @@ from termgen.api.logprobs import TextLogprobs, prompt_logprobs_list
 from termgen.api.rows import GeneratingRow
 from termgen.api.sampling import (
     HARMLESS,
-    LOGPROBS_DOC,
-    MAX_INT,
     REFUSED,
     GenerationFields,
     NumLogprobs,
     check_prompt_logprobs,
+    doc,
     parse_sampling,
     token_limit,
 )
 from termgen.api.sse import CHAT_WIRE
 from termgen.client import FillPrompt, GenerationClient, Prompt, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling.row import MAX_INT
 
 MAX_PROMPTS = 128
 MAX_CHOICES = 1024
@@ -71,7 +71,7 @@ class CompletionFields(GenerationFields, frozen=True, kw_only=True):
             "a string; the prompt must be text",
         ),
     ] = None
-    logprobs: Annotated[NumLogprobs | None, LOGPROBS_DOC] = None
+    logprobs: Annotated[NumLogprobs | None, doc("logprobs")] = None
 
 
 class EchoFields(CompletionFields, frozen=True, kw_only=True):

@@ -11,9 +11,9 @@ from msgspec import Meta, Struct
 from termgen.api.chat_prompt import Conversation, parse_prompt
 from termgen.api.fields import Endpoint, Served, is_empty, read, wanted
 from termgen.api.rows import AskingRow, TokenRow
-from termgen.api.sampling import MAX_INT
 from termgen.client import ChatPrompt, GenerationClient, ModelInfo, TokenizerInfo
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling.row import MAX_INT
 from termgen.vocabulary.tool_format import ToolFormat
 
 MAX_IDS = 1_000_000

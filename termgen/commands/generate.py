@@ -23,7 +23,7 @@ from termgen.commands.exit_codes import INTERRUPTED, OK
 from termgen.commands.settings import SettingLayers, add_flags, add_server_flags
 from termgen.config import EngineConfig
 from termgen.errors import ConfigError, ContextLengthError, RequestError
-from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.sampling_params import TABLE, SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -41,45 +41,12 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 512
 
-MODELS_OWN = "default: the model's own, or {}"
-
 SAMPLING_HELP = {
-    "temperature": "how much chance decides, 0 to 2; at 0 the likeliest token is always taken "
-    f"({MODELS_OWN.format('1')})",
-    "top_p": "choose only among the likeliest tokens whose probabilities add up to this, above 0 "
-    f"to 1; 1 leaves none out ({MODELS_OWN.format('1')})",
-    "top_k": "choose only among this many likeliest tokens, 0 or more; 0 leaves none out "
-    f"({MODELS_OWN.format('0')})",
-    "min_p": "leave out tokens whose probability is below this share of the likeliest token's, 0 "
-    f"to 1 ({MODELS_OWN.format('0')})",
-    "repetition_penalty": "make tokens of the prompt and of the answer so far less likely, above 0 "
-    f"to 10; 1 changes nothing, below 1 makes them likelier ({MODELS_OWN.format('1')})",
-    "presence_penalty": "lower the logit of each token that the answer has so far by this, -2 to "
-    "2, however often it occurs (default: 0)",
-    "frequency_penalty": "lower the logit of each token that the answer has so far by this for "
-    "each time it occurs, -2 to 2 (default: 0)",
-    "stop": "end the answer before this text; may be repeated, up to 16 times",
-    "stop_token_ids": "end the answer at the token with this id; may be repeated, up to 128 times",
-    "ignore_eos": "go on when the model ends its answer, up to --max-tokens (default: no)",
-    "max_tokens": "longest answer in tokens, 1 or more "
+    **{name: row.flag_help for name, row in TABLE.items() if row.help is not None},
+    "max_tokens": f"{TABLE['max_tokens'].help} "
     f"(default: {DEFAULT_MAX_TOKENS}, or what the context leaves if that is less)",
-    "min_tokens": "shortest answer in tokens: the model cannot end it before (default: 0)",
-    "logprobs": "with --json: the log-probability of each token of the answer, and of this many "
-    "likeliest tokens in its place, 0 to 20 (default: none)",
-    "skip_special_tokens": "leave the tokenizer's special tokens, such as <|im_end|>, out of the "
-    "text (default: yes)",
-    "include_stop_str_in_output": "end the answer with the text of --stop that ended it (default: "
-    "no)",
-    "prompt_logprobs": "with --json: the log-probability of each token of the prompt, and of this "
-    "many likeliest tokens in its place, 0 to 20 (default: none)",
-    "allowed_token_ids": "choose only among the tokens with these ids; give one, and repeat the "
-    "flag for more (default: all)",
-    "bad_words": "never write this word; may be repeated, up to 64 times",
-    "truncate_prompt_tokens": "keep only this many tokens at the end of the prompt, -1 or more but "
-    "not 0; -1 keeps as many as leave room for --max-tokens (default: a prompt that does not fit "
-    "is an error)",
 }
-OMITTED = ("n", "seed", "logit_bias", "structured_outputs")
+OMITTED = tuple(name for name, row in TABLE.items() if row.help is None)
 """Fields without a generated flag: one run is one completion, `--seed` of the engine group is the
 request's seed too, and the others have flags of their own."""
 

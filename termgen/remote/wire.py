@@ -15,31 +15,25 @@ from typing import Any
 
 from termgen.client import ChatPrompt, FillPrompt, Message, Prompt
 from termgen.errors import RequestError
-from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.sampling.row import OPENAI, VLLM
+from termgen.vocabulary.sampling_params import COLUMNS, TABLE, SamplingParams
 
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"
 
 DEFAULTS = SamplingParams()
 
-NUMBERS = ("presence_penalty", "frequency_penalty")
-"""Parameters of OpenAI's API, besides temperature and top_p."""
-MODEL_NUMBERS = ("top_k", "min_p", "repetition_penalty")
-"""Parameters of vLLM's API for which a model may have its own default."""
-EXTRAS = (
-    *MODEL_NUMBERS,
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "bad_words",
-    "truncate_prompt_tokens",
+PLAIN = (
+    *("n", "seed", "max_tokens"),
+    *(n for n, row in COLUMNS.items() if row.origin == OPENAI and not row.may_be_recommended),
 )
-WITH_DEFAULTS = frozenset({"temperature", "top_p", *NUMBERS, *MODEL_NUMBERS})
-"""Parameters that are sent though they are neutral: a server may have other defaults for them."""
-LLAMA_CPP_NAMES = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
+"""Parameters of OpenAI's API that are sent as they are, and only if they ask for something."""
+EXTRAS = tuple(
+    name
+    for name, row in TABLE.items()
+    if row.origin != OPENAI and name not in ("prompt_logprobs", "structured_outputs")
+)
+"""Parameters that OpenAI's API lacks. The two left out have rules of their own."""
 
 
 class Dialect(enum.Enum):
@@ -62,8 +56,17 @@ def dialect_of(owner: str) -> Dialect:
 
 def unsent_params(dialect: Dialect) -> tuple[str, ...]:
     """Sampling parameters that `build_call` refuses for this dialect."""
-    supported = LLAMA_CPP_NAMES if dialect is Dialect.LLAMA_CPP else {}
-    return () if dialect.knows_all else tuple(name for name in EXTRAS if name not in supported)
+    return tuple(name for name in EXTRAS if name_in(dialect, name) is None)
+
+
+def name_in(dialect: Dialect, name: str) -> str | None:
+    """A parameter's name in requests to such a server; None if it has no such parameter."""
+    row = TABLE[name]
+    if dialect is Dialect.TERMGEN or row.origin == OPENAI:
+        return name
+    if dialect is Dialect.LLAMA_CPP:
+        return row.llama_cpp
+    return name if dialect is Dialect.VLLM and row.origin == VLLM else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ def build_call(
         **_format_fields(params, dialect),
     }
     if given is not None:
-        for name in WITH_DEFAULTS - set(given):
+        for name in COLUMNS.keys() - set(given):
             body.pop(name, None)
     if priority:
         _need(dialect, "priority")
@@ -162,7 +165,7 @@ def _text_of(function: Mapping[str, Any]) -> str:
 
 def _openai_fields(params: SamplingParams, *, is_chat: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p}
-    for name in ("n", "seed", "max_tokens", *NUMBERS):
+    for name in PLAIN:
         if getattr(params, name) != getattr(DEFAULTS, name):
             fields[name] = getattr(params, name)
     if params.stop:
@@ -183,16 +186,15 @@ def _openai_fields(params: SamplingParams, *, is_chat: bool) -> dict[str, Any]:
 def _extra_fields(params: SamplingParams, dialect: Dialect) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if dialect.knows_all:  # sent even if neutral: the model may have its own defaults
-        fields = {name: getattr(params, name) for name in (*NUMBERS, *MODEL_NUMBERS)}
+        fields = {name: getattr(params, name) for name in COLUMNS if name_in(dialect, name)}
     for name in EXTRAS:
         value = getattr(params, name)
         if value == getattr(DEFAULTS, name):
             continue
-        if dialect is Dialect.LLAMA_CPP and name in LLAMA_CPP_NAMES:
-            fields[LLAMA_CPP_NAMES[name]] = value
-            continue
-        _need(dialect, name)
-        fields[name] = list(value) if isinstance(value, tuple) else value
+        sent_as = name_in(dialect, name)
+        if sent_as is None:
+            raise _unknown(dialect, name)
+        fields[sent_as] = list(value) if isinstance(value, tuple) else value
     return fields
 
 
@@ -216,9 +218,13 @@ def _format_fields(params: SamplingParams, dialect: Dialect) -> dict[str, Any]:
 
 def _need(dialect: Dialect, name: str) -> None:
     if not dialect.knows_all:
-        raise RequestError(
-            f"{name} is not part of OpenAI's API, and this server is neither termgen nor vLLM: "
-            "leave it out",
-            param=name,
-            code="unsupported_parameter",
-        )
+        raise _unknown(dialect, name)
+
+
+def _unknown(dialect: Dialect, name: str) -> RequestError:
+    why = "OpenAI's API, and this server is neither termgen nor vLLM"
+    if dialect is Dialect.VLLM:
+        why = "vLLM's API"
+    return RequestError(
+        f"{name} is not part of {why}: leave it out", param=name, code="unsupported_parameter"
+    )

@@ -1,20 +1,32 @@
-"""Sampling parameters of a request. Vocabulary."""
+"""Sampling parameters of a request: the one table of them. Vocabulary.
+
+A field of `SamplingParams` declares its `Row`, from which all else derives: `TABLE` has the rows.
+A new number that has a column on the device is added here and in the sampler alone.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
-from typing import TypeGuard
+from operator import attrgetter
 
 from termgen.errors import RequestError
+from termgen.vocabulary.sampling.row import (
+    LLAMA_CPP,
+    VLLM,
+    Integers,
+    Neutral,
+    Reals,
+    Row,
+    check_int,
+    is_finite,
+    param,
+    row_of,
+)
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
-
-SMALLEST_POSITIVE = 2.0**-126
-"""Smallest normal float32; devices may flush smaller values to 0."""
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -29,6 +41,22 @@ MAX_BIAS = 100.0
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
 
+UNSUPPORTED: Mapping[str, Neutral] = {
+    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range")),
+    **dict.fromkeys(("no_repeat_ngram_size", "smoothing_factor", "top_a")),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha")),
+    **dict.fromkeys(("dynamic_temperature", "mirostat_mode", "repetition_decay")),
+    **dict.fromkeys(("skew", "temperature_last", "response_prefix")),
+    **dict.fromkeys(("diversity_penalty", "sequence_bias", "suppress_tokens")),
+    **dict.fromkeys(("typical_p", "tfs_z", "tfs", "num_beams", "guidance_scale"), (1,)),
+    **dict.fromkeys(("typical", "cfg_scale", "encoder_repetition_penalty"), (1,)),
+    **dict.fromkeys(("dynatemp_low", "dynatemp_high", "dynatemp_exponent"), (0, 1)),
+    **dict.fromkeys(("min_temp", "max_temp", "temp_exponent", "rep_pen_slope"), (0, 1)),
+    "negative_prompt": None,
+    "lora": None,
+}
+"""Other servers' ways to sample that are not supported here, and their neutral values."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -38,40 +66,322 @@ class SamplingParams:
     depends on the vocabulary. Raises `RequestError` naming the field.
     """
 
-    n: int = 1
-    """Number of completions. Completion `i` of a seeded request uses `seed + i`."""
-    temperature: float = 1.0
-    """0 (or below 1e-5) is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 or -1: no limit."""
-    min_p: float = 0.0
-    seed: int | None = None
+    n: int = param(
+        1,
+        Row(
+            meaning="how many answers. Their prompt is computed once; greedy ones are copies of "
+            "one. Those beyond the engine's `--max-num-seqs` wait in its queue",
+            range=Integers(1, MAX_N),
+            others={"num_return_sequences": (1,)},
+        ),
+    )
+    """Completion `i` of a seeded request uses `seed + i`."""
+    temperature: float = param(
+        1.0,
+        Row(
+            meaning=f"divides the logits; below {GREEDY_EPSILON:g} the likeliest token is taken",
+            help="how much chance decides, 0 to 2; at 0 the likeliest token is always taken",
+            panel="higher is more random; 0 is not at all",
+            range=Reals(0.0, 2.0),
+            in_gguf="temp",
+            column="float32",
+        ),
+    )
+    top_p: float = param(
+        1.0,
+        Row(
+            meaning="the likeliest tokens that make up this probability",
+            help="choose only among the likeliest tokens whose probabilities add up to this, above "
+            "0 to 1; 1 leaves none out",
+            panel="keep tokens up to this probability",
+            range=Reals(0.0, 1.0, is_open=True),
+            in_gguf="top_p",
+            others={"p": None},
+            column="float32",
+            part="cut",
+        ),
+    )
+    top_k: int = param(
+        0,
+        Row(
+            meaning="the `top_k` likeliest tokens; 0 or -1: all",
+            help="choose only among this many likeliest tokens, 0 or more; 0 leaves none out",
+            panel="keep this many tokens; 0 keeps all",
+            range=Integers(0),
+            off_too=-1,
+            origin=VLLM,
+            llama_cpp="top_k",
+            in_gguf="top_k",
+            others={"k": None},
+            column="int32",
+            part="cut",
+        ),
+    )
+    min_p: float = param(
+        0.0,
+        Row(
+            meaning="tokens of at least this share of the likeliest one's probability",
+            help="leave out tokens whose probability is below this share of the likeliest "
+            "token's, 0 to 1",
+            panel="drop below this part of the likeliest",
+            range=Reals(0.0, 1.0),
+            origin=VLLM,
+            llama_cpp="min_p",
+            in_gguf="min_p",
+            column="float32",
+            part="cut",
+        ),
+    )
+    top_n_sigma: float = param(
+        0.0,
+        Row(
+            meaning="tokens whose logit is at most so many standard deviations of the logits below "
+            "the largest, whatever the temperature; 0 or -1: all",
+            values="0.001 to 100, or 0 or -1",
+            help="leave out tokens whose logit is more than this many standard deviations below "
+            "the largest, 0 to 100; 0 leaves none out (default: 0)",
+            panel="keep within so many deviations; 0: all",
+            range=Reals(0.0, 100.0, least=0.001),
+            off_too=-1,
+            origin=LLAMA_CPP,
+            llama_cpp="top_n_sigma",
+            others={"nsigma": (-1, 0)},
+            column="float32",
+            part="cut",
+        ),
+    )
+    seed: int | None = param(
+        None,
+        Row(
+            meaning="a token depends only on the seed, the position and the model's logits, "
+            "whatever else the server does. Answer `i` uses `seed + i`",
+            values="a 64-bit integer",
+            default_words="random",
+            panel="same seed, same answer; empty varies",
+            range=Integers(-(2**63), 2**63 - 1),
+            others={"random_seed": None, "sampler_seed": (-1,)},
+        ),
+    )
     """Random numbers depend on (seed, position) only. None: a random seed."""
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    max_tokens: int | None = None
+    repetition_penalty: float = param(
+        1.0,
+        Row(
+            meaning="divides positive and multiplies negative logits of tokens in the prompt or "
+            "the answer",
+            help="make tokens of the prompt and of the answer so far less likely, above 0 to 10; 1 "
+            "changes nothing, below 1 makes them likelier",
+            panel="above 1 avoids words already used",
+            range=Reals(0.0, 10.0, is_open=True),
+            origin=VLLM,
+            llama_cpp="repeat_penalty",
+            in_gguf="penalty_repeat",
+            others=dict.fromkeys(("repeat_penalty", "rep_pen", "repeat_pen"), (1,)),
+            column="float32",
+            part="penalty",
+        ),
+    )
+    presence_penalty: float = param(
+        0.0,
+        Row(
+            meaning="subtracted from the logits of tokens that the answer has",
+            help="lower the logit of each token that the answer has so far by this, -2 to 2, "
+            "however often it occurs (default: 0)",
+            panel="penalty on words used, once for each",
+            range=Reals(-2.0, 2.0),
+            others=dict.fromkeys(("pres_pen", "presence_pen")),
+            column="float32",
+            part="penalty",
+        ),
+    )
+    frequency_penalty: float = param(
+        0.0,
+        Row(
+            meaning="the same for each time that a token occurs",
+            help="lower the logit of each token that the answer has so far by this for each time "
+            "it occurs, -2 to 2 (default: 0)",
+            panel="penalty on words, for each use",
+            range=Reals(-2.0, 2.0),
+            others=dict.fromkeys(("freq_pen", "frequency_pen")),
+            column="float32",
+            part="penalty",
+        ),
+    )
+    stop: tuple[str, ...] = param(
+        (),
+        Row(
+            group="LENGTH",
+            meaning="end before this text, wherever tokens begin and end; `stop_reason` names it",
+            values=f"a string or up to {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_STRING_CHARS} "
+            "characters",
+            help="end the answer before this text; may be repeated, up to 16 times",
+            panel="ends the answer; a,b or \\n",
+            others=dict.fromkeys(
+                ("stop_sequences", "stopping_strings", "stop_sequence", "stop_strings")
+            )
+            | {"custom_stopping_strings": None},
+        ),
+    )
+    stop_token_ids: tuple[int, ...] = param(
+        (),
+        Row(
+            group="LENGTH",
+            meaning="end at these tokens too",
+            values=f"up to {MAX_STOP_TOKEN_IDS} token ids",
+            help="end the answer at the token with this id; may be repeated, up to 128 times",
+            origin=VLLM,
+        ),
+    )
+    ignore_eos: bool = param(
+        False,
+        Row(
+            group="LENGTH",
+            meaning="go on past the model's end-of-sequence tokens",
+            help="go on when the model ends its answer, up to --max-tokens (default: no)",
+            origin=VLLM,
+            others=dict.fromkeys(("ban_eos_token", "use_default_badwordsids")),
+        ),
+    )
+    max_tokens: int | None = param(
+        None,
+        Row(
+            group="LENGTH",
+            meaning="longest answer, in tokens. More is cut to that, which the response header "
+            "`x-termgen-max-tokens` reports; an error with the server's `--no-clamp-max-tokens`",
+            values="1 to what the context leaves, or -1 for all of it; on completions 0 too, with "
+            "`echo`",
+            default_words="what the context leaves; on completions 16",
+            help="longest answer in tokens, 1 or more",
+            panel="longest answer; empty is no limit",
+            range=Integers(1),
+            others={
+                **dict.fromkeys(("n_predict", "num_predict"), (-1,)),
+                **dict.fromkeys(("max_length", "max_new_tokens", "max_output_tokens"), ()),
+            },
+        ),
+    )
     """None: limited by the context only."""
-    min_tokens: int = 0
-    logprobs: int | None = None
+    min_tokens: int = param(
+        0,
+        Row(
+            group="LENGTH",
+            meaning="the answer does not end before so many tokens; stop strings have no effect "
+            "until then",
+            values="0 to `max_tokens`",
+            help="shortest answer in tokens: the model cannot end it before (default: 0)",
+            is_kept=True,
+            range=Integers(0),
+            origin=VLLM,
+            others=dict.fromkeys(("min_length", "min_new_tokens")),
+        ),
+    )
+    logprobs: int | None = param(
+        None,
+        Row(
+            group="ANSWER",
+            meaning="log-probabilities of the answer's tokens, before temperature and all else "
+            "that changes them; on completions with so many alternatives",
+            values=f"on chat true or false; on completions 0 to {MAX_LOGPROBS}",
+            default_words="off",
+            help="with --json: the log-probability of each token of the answer, and of this many "
+            "likeliest tokens in its place, 0 to 20 (default: none)",
+            range=Integers(0, MAX_LOGPROBS),
+        ),
+    )
     """Most likely tokens to report per position (0: only the sampled one)."""
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    structured_outputs: StructuredOutputsParams | None = None
+    skip_special_tokens: bool = param(
+        True,
+        Row(
+            group="ANSWER",
+            meaning="leave special tokens out of the text",
+            help="leave the tokenizer's special tokens, such as <|im_end|>, out of the text "
+            "(default: yes)",
+            origin=VLLM,
+        ),
+    )
+    include_stop_str_in_output: bool = param(
+        False,
+        Row(
+            group="LENGTH",
+            meaning="keep the stop string, or the text of the stop token, in the answer",
+            help="end the answer with the text of --stop that ended it (default: no)",
+            origin=VLLM,
+        ),
+    )
+    structured_outputs: StructuredOutputsParams | None = param(
+        None,
+        Row(
+            group="FORM",
+            meaning="a form that the answer is constrained to",
+            values="an object with one of `json`, `json_object`, `regex`, `choice`, `grammar`",
+            origin=VLLM,
+        ),
+    )
     """Grammar of the answer, which ends where nothing more can follow, whatever `min_tokens`."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = param(
+        None,
+        Row(
+            group="ANSWER",
+            meaning="log-probabilities of the prompt's tokens, by token id; null for the first. "
+            "All of the prompt is computed for it, whatever the prefix cache holds",
+            values=f"0 to {MAX_LOGPROBS}; not in a stream",
+            default_words="off",
+            help="with --json: the log-probability of each token of the prompt, and of this many "
+            "likeliest tokens in its place, 0 to 20 (default: none)",
+            range=Integers(0, MAX_LOGPROBS),
+            origin=VLLM,
+        ),
+    )
     """Like `logprobs`, for the prompt's tokens. The first has none, as nothing precedes it."""
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = param(
+        (),
+        Row(
+            meaning=f"added to the logits of these tokens; cut to -{MAX_BIAS:g} to {MAX_BIAS:g}",
+            values=f"an object of up to {MAX_LOGIT_BIAS} token ids and numbers",
+        ),
+    )
     """Added to the logits of these ids. Stored as pairs, sorted by id."""
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = param(
+        None,
+        Row(
+            meaning="only these tokens are sampled",
+            values="one token id or more",
+            default_words="all",
+            help="choose only among the tokens with these ids; give one, and repeat the flag for "
+            "more (default: all)",
+            origin=VLLM,
+        ),
+    )
     """The only ids that may be sampled. None: any."""
-    bad_words: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = param(
+        (),
+        Row(
+            meaning="texts that are not written, alone or after a space, as the tokenizer spells "
+            "them: another spelling of the same text is not seen",
+            values=f"a string or up to {MAX_BAD_WORDS}, of 1 to {MAX_BAD_WORD_CHARS} characters",
+            help="never write this word; may be repeated, up to 64 times",
+            origin=VLLM,
+            others=dict.fromkeys(
+                ("bad_words_ids", "banned_tokens", "banned_strings", "banned_phrases")
+            ),
+        ),
+    )
     """Texts that must not be generated, matched as token sequences."""
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: int | None = param(
+        None,
+        Row(
+            group="PROMPT",
+            meaning="keep only so many tokens at the end of the prompt, of a chat after its "
+            "template; -1: as many as leave the context room for `max_tokens`, or for one token. "
+            "`prompt_tokens` counts those kept. Excludes `echo` and `suffix`",
+            values="1 to one less than the context, or -1",
+            default_words="all, and an error where they do not fit",
+            help="keep only this many tokens at the end of the prompt, -1 or more but not 0; -1 "
+            "keeps as many as leave room for --max-tokens (default: a prompt that does not fit is "
+            "an error)",
+            range=Integers(-1),
+            origin=VLLM,
+        ),
+    )
     """Keep only so many tokens at the end of the prompt; -1: as many as leave the context room for
     `max_tokens`. None: a prompt that does not fit is an error."""
 
@@ -82,8 +392,9 @@ class SamplingParams:
         set_(self, "logit_bias", _bias_pairs(self.logit_bias))
         if self.allowed_token_ids is not None:
             set_(self, "allowed_token_ids", _sorted_ids(self.allowed_token_ids))
-        if self.top_k == -1:
-            set_(self, "top_k", 0)
+        for name, off in _OFF_TOO:
+            if getattr(self, name) == off:
+                set_(self, name, TABLE[name].default)
         self._check_numbers()
         self._check_stops()
         self._check_words()
@@ -93,12 +404,13 @@ class SamplingParams:
         return self.temperature < GREEDY_EPSILON
 
     @property
+    def has_cuts(self) -> bool:
+        """True if the tail of the distribution is cut."""
+        return _cuts_of(self) != _NEUTRAL_CUTS
+
+    @property
     def has_penalties(self) -> bool:
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        return _penalties_of(self) != _NEUTRAL_PENALTIES
 
     @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
@@ -113,44 +425,23 @@ class SamplingParams:
         return has_limit or bool(self.logit_bias) or bool(self.bad_words)
 
     def _check_numbers(self) -> None:
-        _check_int("n", self.n, 1, MAX_N)
-        _check_float("temperature", self.temperature, 0.0, 2.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
-        _check_int("top_k", self.top_k, 0, 2**31 - 1)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, exclusive_low=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, row in TABLE.items():
+            value = getattr(self, name)
+            if value is not row.default:  # most are, and take no time so
+                row.check(value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        self._check_truncation()
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false", param=name)
+        if self.truncate_prompt_tokens == 0:
+            name = "truncate_prompt_tokens"
+            raise RequestError(f"{name} must be 1 or more, or -1, not 0", param=name)
         wanted = self.structured_outputs
         if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
             raise RequestError(
                 "structured_outputs must be a StructuredOutputsParams", param="structured_outputs"
             )
-
-    def _check_truncation(self) -> None:
-        name, value = "truncate_prompt_tokens", self.truncate_prompt_tokens
-        if value is not None:
-            _check_int(name, value, -1, 2**31 - 1)
-            if value == 0:
-                raise RequestError(f"{name} must be 1 or more, or -1, not 0", param=name)
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -166,7 +457,7 @@ class SamplingParams:
                 f"at most {MAX_STOP_TOKEN_IDS} stop token ids are allowed", param="stop_token_ids"
             )
         for t in self.stop_token_ids:
-            _check_int("stop_token_ids", t, 0, 2**31 - 1)
+            check_int("stop_token_ids", t, 0, 2**31 - 1)
 
     def _check_words(self) -> None:
         if len(self.bad_words) > MAX_BAD_WORDS:
@@ -225,8 +516,8 @@ def _bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise RequestError(f"{name} must map token ids to numbers", param=name)
         token_id, bias = pair
-        _check_int(name, token_id, 0, 2**31 - 1)
-        if not _is_finite(bias):
+        check_int(name, token_id, 0, 2**31 - 1)
+        if not is_finite(bias):
             raise RequestError(f"{name} must map token ids to finite numbers", param=name)
         biases[token_id] = max(-MAX_BIAS, min(MAX_BIAS, float(bias)))
     if len(biases) > MAX_LOGIT_BIAS:
@@ -249,46 +540,27 @@ def _sorted_ids(given: object) -> tuple[int, ...]:
         raise RequestError(f"{name} must be a list of token ids", param=name)
     ids = set()
     for token_id in given:
-        _check_int(name, token_id, 0, 2**31 - 1)
+        check_int(name, token_id, 0, 2**31 - 1)
         ids.add(token_id)
     if not ids:
         raise RequestError(f"{name} must name at least one token id", param=name)
     return tuple(sorted(ids))
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, not {_brief(value)}", param=name)
-    if not low <= value <= high:
-        message = f"{name} must be between {low} and {high}, not {_brief(value)}"
-        raise RequestError(message, param=name)
-
-
-def _is_finite(value: object) -> TypeGuard[int | float]:
-    """True for a number that fits a float; Python's integers are unbounded."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _brief(value: object) -> str:
-    """The value for a message; Python refuses to print integers of more than 4,300 digits."""
-    try:
-        return f"{value!r:.60}"
-    except ValueError:
-        return "a number of thousands of digits"
-
-
-def _check_float(
-    name: str, value: object, low: float, high: float, *, exclusive_low: bool = False
-) -> None:
-    if not _is_finite(value):
-        raise RequestError(f"{name} must be a finite number, not {_brief(value)}", param=name)
-    if value > high or value < low or (exclusive_low and value - low < SMALLEST_POSITIVE):
-        bracket = "(" if exclusive_low else "["
-        raise RequestError(
-            f"{name} must be in {bracket}{low:g}, {high:g}], not {value:g}", param=name
-        )
+TABLE: Mapping[str, Row] = {f.name: row_of(f) for f in fields(SamplingParams)}
+"""The rows, by name, in the order of their fields."""
+COLUMNS: Mapping[str, Row] = {name: row for name, row in TABLE.items() if row.column is not None}
+"""Those that have a column on the device, and a field of request bodies made from the row."""
+CUTS: Mapping[str, float] = {n: row.default for n, row in TABLE.items() if row.part == "cut"}
+"""Parameters that cut the tail of the distribution -> the neutral value."""
+PENALTIES: Mapping[str, float] = {
+    name: row.default for name, row in TABLE.items() if row.part == "penalty"
+}
+"""Parameters that look at the tokens so far -> the neutral value."""
+RECOMMENDED: Mapping[str, str] = {
+    name: row.in_gguf for name, row in TABLE.items() if row.in_gguf is not None
+}
+"""Parameters for which a model's files may recommend a value -> their names in GGUF files."""
+_cuts_of, _NEUTRAL_CUTS = attrgetter(*CUTS), tuple(CUTS.values())
+_penalties_of, _NEUTRAL_PENALTIES = attrgetter(*PENALTIES), tuple(PENALTIES.values())
+_OFF_TOO = tuple((name, row.off_too) for name, row in TABLE.items() if row.off_too is not None)

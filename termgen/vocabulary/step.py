@@ -70,7 +70,7 @@ class SamplingNeeds(NamedTuple):
 
     all_greedy: bool = False
     filters: bool = False
-    """Top-k, top-p or min-p."""
+    """Top-k, top-p and other cuts of the tail: `sampling_params.CUTS`."""
     grammar: bool = False
     penalties: bool = False
     min_tokens: bool = False

@@ -16,6 +16,7 @@ from termgen.api.chat_bridge import CHAT_WORDS, SHARED_FIELDS, renamed
 from termgen.api.errors import reply_for
 from termgen.api.responses import body as responses_body
 from termgen.errors import OverloadedError, RequestError
+from termgen.vocabulary.sampling_params import COLUMNS
 from termgen.vocabulary.tool_format import ToolFormat
 
 CONTEXT: dict[str, Any] = {
@@ -77,11 +78,10 @@ def test_one_odd_field_is_taken_or_named(endpoint: str, data: st.DataObject) -> 
         assert message and "\n" not in message and len(message) < 500
 
 
+NUMBERS = dict.fromkeys(COLUMNS.keys() - {"temperature", "top_k", "top_p"}, 0.5)
+"""Those that are no field of either API itself."""
 SHARED: dict[str, Any] = {
-    "min_p": 0.25,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.5,
-    "repetition_penalty": 1.5,
+    **NUMBERS,
     "logit_bias": {"7": 3},
     "allowed_token_ids": [5, 7],
     "bad_words": ["never"],
@@ -108,7 +108,7 @@ def test_fields_of_chats_mean_the_same_here(endpoint: str) -> None:
     request = PARSERS[endpoint](body, trusts_template=True, **CONTEXT)
     assert request.ignored == ()
     job, params = request.chat.job, request.chat.job.params
-    for name in ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"):
+    for name in (*NUMBERS, "seed"):
         assert getattr(params, name) == SHARED[name]
     assert params.bias_pairs == ((7, 3.0),) and params.allowed_token_ids == (5, 7)
     assert (params.bad_words, params.stop_token_ids) == (("never",), (3,))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from termgen.api.document import ENDPOINTS, rewritten
-from termgen.api.sampling import GUIDED, NUMBERS
+from termgen.api.sampling import GUIDED
+from termgen.vocabulary.sampling_params import COLUMNS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
@@ -23,7 +24,7 @@ def test_the_page_is_what_the_code_would_write() -> None:
 
 def attributes_read() -> set[str]:
     """Names of attributes that the parsers read, those given to getattr by a table included."""
-    names = {*GUIDED, *NUMBERS}
+    names = {*GUIDED, *COLUMNS}
     for path in (PAGE.parents[1] / "termgen" / "api").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

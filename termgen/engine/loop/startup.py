@@ -29,7 +29,7 @@ from termgen.library.catalog import CATALOG, LocalModel, resolve_model
 from termgen.vocabulary.cache_groups import CacheGroup
 from termgen.vocabulary.grammar_times import GrammarTimes
 from termgen.vocabulary.model_info import DeviceInfo
-from termgen.vocabulary.sampling_params import MAX_EOS_IDS, SamplingParams
+from termgen.vocabulary.sampling_params import MAX_EOS_IDS, RECOMMENDED, SamplingParams
 from termgen.vocabulary.startup_phases import (
     LOADING_TOKENIZER,
     READING_VOCABULARY,
@@ -43,9 +43,6 @@ from termgen.vocabulary.tool_format import ToolFormat
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Keys of generation_config.json that become sampling defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +248,7 @@ def sampling_defaults(local: LocalModel, generation_config: dict[str, Any]) -> d
     Raises CorruptFileError for a value that is invalid as a sampling parameter.
     """
     own = {
-        key: generation_config[key]
-        for key in SAMPLING_DEFAULTS
-        if generation_config.get(key) is not None
+        key: generation_config[key] for key in RECOMMENDED if generation_config.get(key) is not None
     }
     try:
         SamplingParams(**own)

@@ -55,7 +55,7 @@ class SlotTable:
         self.has_penalties = np.zeros(max_num_seqs, np.bool_)
         self.is_random = np.zeros(max_num_seqs, np.bool_)
         self.has_filter = np.zeros(max_num_seqs, np.bool_)
-        """Uses top-k, top-p or min-p."""
+        """Cuts the tail of the distribution."""
         self.has_minimum = np.zeros(max_num_seqs, np.bool_)
         """Has a minimum length."""
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
@@ -98,7 +98,7 @@ class SlotTable:
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.has_penalties[slot] = params.has_penalties
         self.is_random[slot] = not params.is_greedy
-        self.has_filter[slot] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self.has_filter[slot] = params.has_cuts
         self.has_minimum[slot] = params.min_tokens > 0
         self.has_grammar[slot] = request.grammar is not None
         self.num_constrained += request.grammar is not None

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     import torch
 
 from termgen.engine.device.config.model_config import ModelConfig
+from termgen.vocabulary.sampling_params import RECOMMENDED
 
 Parsed = TypeVar("Parsed")
 MAX_CONFIG_BYTES = 1 << 24
 MAX_INDEX_BYTES = 1 << 26
 MODELOPT_CONFIG = "hf_quant_config.json"
 
-# What of generation_config.json is passed on, besides the token ids: sampling, as plain numbers.
-_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _TOKEN_KEYS = ("bos_token_id", "pad_token_id")
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -209,7 +208,7 @@ def load_generation_config(path: Path | str) -> dict[str, Any]:
         if (value := raw.get(key)) is not None:
             # Some models list several; the first is the one to write.
             settings[key] = _token_ids(value, source)[0]
-    for key in _SAMPLING_KEYS:
+    for key in RECOMMENDED:
         if (value := raw.get(key)) is not None:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise CorruptFileError(f"{source}: {key} is {value!r}, which is not a number")

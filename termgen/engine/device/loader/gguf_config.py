@@ -28,6 +28,7 @@ from termgen.engine.device.loader.gguf_families import (
 from termgen.engine.device.loader.gguf_gemma import gemma3n, gemma4, gemma4_heads
 from termgen.engine.device.loader.gguf_keys import ARCHITECTURES, ROPE_FACTORS, GGUFKeys
 from termgen.engine.gguf.gguf_file import GGUFFile
+from termgen.vocabulary.sampling_params import RECOMMENDED
 
 ENDS = {"muse-glimmer": ("eos", "eot"), "gpt-oss": ("eos",)}
 """Tokens that end an answer of architectures whose answers have several messages, the end of one of
@@ -111,13 +112,6 @@ _HEAD_SIZES = (
     "rope.dimension_count",
     "rope.dimension_count_swa",
 )
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
 
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:
@@ -178,7 +172,7 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
         settings["eos_token_id"] = eos
     if (bos := keys.token("tokenizer.ggml.bos_token_id")) is not None:
         settings["bos_token_id"] = bos
-    for key, name in _SAMPLING.items():
+    for name, key in RECOMMENDED.items():
         value = keys.get(f"general.sampling.{key}")
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int | float):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -25,10 +26,24 @@ from termgen.engine.device.sampling.metadata import (
     PROMPT_BIT,
     SamplingMetadata,
 )
+from termgen.engine.device.sampling.penalties import Penalties
 from termgen.engine.device.sampling.posted_masks import PostedMasks
 from termgen.engine.device.sampling.token_ring import TokenRing
-from termgen.vocabulary.sampling_params import MAX_STOP_TOKEN_IDS
+from termgen.engine.device.sampling.top_k_top_p import Cuts
+from termgen.vocabulary.sampling_params import (
+    COLUMNS,
+    CUTS,
+    MAX_STOP_TOKEN_IDS,
+    PENALTIES,
+    TABLE,
+)
 from termgen.vocabulary.step import AddedRow, SamplingNeeds, StepPlan
+
+REALS = tuple(name for name, row in COLUMNS.items() if row.column == "float32")
+COUNTS = tuple(name for name, row in COLUMNS.items() if row.column == "int32")
+"""Columns of sampling parameters that are uploaded together."""
+_TEMPERATURE = REALS.index("temperature")
+_reals_of = attrgetter(*REALS)
 
 
 class RequestState:
@@ -76,12 +91,16 @@ class RequestState:
         """Maximum tokens; prompt + min_tokens, below which stop ids are suppressed; seeds; most
         likely tokens to report, -1 for nothing at all; bits of what changes the logits."""
         self.num_logprobs.fill_(-1)
-        self._reals, reals = columns(6, torch.float32)
-        self.temperature, self.top_p, self.min_p, *reals = reals
-        self.repetition_penalty, self.presence_penalty, self.frequency_penalty = reals
-        self.top_p.fill_(1.0)
-        self.repetition_penalty.fill_(1.0)
-        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._reals, reals = columns(len(REALS), torch.float32)
+        _, counts = columns(len(COUNTS), torch.int32)
+        self.params = dict(zip((*REALS, *COUNTS), (*reals, *counts), strict=True))
+        """Columns of the table of sampling parameters, by name."""
+        for name, column in self.params.items():
+            column.fill_(TABLE[name].default)
+        self.temperature = self.params["temperature"].zero_()
+        """0 in rows of no request, which are the cheapest so."""
+        self.cuts = Cuts(**{name: self.params[name] for name in CUTS})
+        self.penalties = Penalties(**{name: self.params[name] for name in PENALTIES})
         self.finished = torch.ones(rows, dtype=torch.bool, device=device)
         """Stopped or released: such a row writes to the null block and samples nothing."""
         stop_columns = MAX_STOP_TOKEN_IDS + num_eos_ids
@@ -150,14 +169,10 @@ class RequestState:
         suppress_stop = positions < self.min_total[slots]
         return SamplingMetadata(
             temperature=self.temperature[slots],
-            top_k=self.top_k[slots],
-            top_p=self.top_p[slots],
-            min_p=self.min_p[slots],
+            cuts=self.cuts.of(slots) if needs.filters else None,
             seeds=self.seeds[slots],
             positions=positions,
-            repetition_penalty=self.repetition_penalty[slots],
-            presence_penalty=self.presence_penalty[slots],
-            frequency_penalty=self.frequency_penalty[slots],
+            penalties=self.penalties.of(slots) if needs.penalties else None,
             output_counts=output_counts,
             prompt_mask=prompt_mask,
             stop_token_ids=self.stop_ids[slots],
@@ -188,24 +203,19 @@ class RequestState:
             [row.seed for row in added],
             [-1 if p.logprobs is None else p.logprobs for p in params],
             [_edit_kinds(row) for row in added],
-            [p.top_k for p in params],
+            *(list(map(attrgetter(name), params)) for name in COUNTS),
         ]
-        reals = [
-            [0.0 if p.is_greedy else p.temperature for p in params],
-            [p.top_p for p in params],
-            [p.min_p for p in params],
-            [p.repetition_penalty for p in params],
-            [p.presence_penalty for p in params],
-            [p.frequency_penalty for p in params],
-        ]
+        reals = [*zip(*map(_reals_of, params), strict=True)]
+        reals[_TEMPERATURE] = tuple(0.0 if p.is_greedy else p.temperature for p in params)
         stops = np.full((self.stop_ids.shape[1], len(added)), -1, np.int64)
         for i, row in enumerate(added):
             stops[: len(row.stop_token_ids), i] = row.stop_token_ids
         uploaded = self.upload(np.concatenate((np.asarray(integers, np.int64), stops)))
-        slots, top_k = uploaded[0], uploaded[len(integers) - 1]
-        self._integers.index_copy_(1, slots, uploaded[1 : len(integers) - 1])
+        slots, first_count = uploaded[0], len(integers) - len(COUNTS)
+        self._integers.index_copy_(1, slots, uploaded[1:first_count])
+        for i, name in enumerate(COUNTS, first_count):
+            self.params[name].index_copy_(0, slots, uploaded[i].int())
         self._reals.index_copy_(1, slots, self.upload(np.asarray(reals, np.float32)))
-        self.top_k.index_copy_(0, slots, top_k.int())
         self.stop_ids.index_copy_(0, slots, uploaded[len(integers) :].T)
         self.finished.index_fill_(0, slots, False)
         self.num_drafts.index_fill_(0, slots, 0)

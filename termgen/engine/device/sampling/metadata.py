@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from termgen.engine.device.sampling.penalties import Penalties
+from termgen.engine.device.sampling.top_k_top_p import Cuts
 from termgen.vocabulary.step import SamplingNeeds
 
 HAS_PENALTIES = 1
@@ -32,22 +34,14 @@ class SamplingMetadata:
 
     temperature: torch.Tensor
     """[B] float32; below `GREEDY_EPSILON` the row is greedy."""
-    top_k: torch.Tensor
-    """[B] int32; 0 is no limit."""
-    top_p: torch.Tensor
-    """[B] float32 in (0, 1]; 1 is no limit."""
-    min_p: torch.Tensor
-    """[B] float32 in [0, 1]; 0 is no limit."""
+    cuts: Cuts | None
+    """Given where rows are cut."""
     seeds: torch.Tensor
     """[B] int64, any bits."""
     positions: torch.Tensor
     """[B] int64: index in its sequence of the token being drawn."""
-    repetition_penalty: torch.Tensor
-    """[B] float32; 1 is off. Looks at prompt and output."""
-    presence_penalty: torch.Tensor
-    """[B] float32; 0 is off. Looks at output only."""
-    frequency_penalty: torch.Tensor
-    """[B] float32; 0 is off. Looks at output only."""
+    penalties: Penalties | None
+    """Given where rows need penalties."""
     output_counts: torch.Tensor | None
     """[B, V] int32: how often each id was generated so far. Given where rows need penalties."""
     prompt_mask: torch.Tensor | None

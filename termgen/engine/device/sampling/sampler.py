@@ -2,8 +2,8 @@
 
 Owns the order of operations, which is part of the output and pinned by a test:
 
-    grammar mask -> logit edits -> stop mask (min_tokens) -> penalties -> temperature -> min-p
-    -> top-k -> top-p -> Gumbel-max
+    grammar mask -> logit edits -> stop mask (min_tokens) -> penalties -> temperature -> cuts of
+    the tail, as `top_k_top_p` orders them -> Gumbel-max
 
 Log-probabilities are taken from the logits as they came. The runner calls this once per step with
 one row per token to draw; the host half never sees it. What no row of a step asks for is skipped
@@ -19,6 +19,7 @@ import torch
 from termgen.engine.device.sampling.gumbel import Stream, gumbel_argmax, mark_corrupt
 from termgen.engine.device.sampling.logprobs import LogprobTensors, gather_logprobs
 from termgen.engine.device.sampling.metadata import SamplingMetadata, mask_tokens
+from termgen.engine.device.sampling.penalties import apply_penalties
 from termgen.engine.device.sampling.top_k_top_p import cut_threshold
 from termgen.vocabulary.sampling_params import GREEDY_EPSILON
 
@@ -68,9 +69,8 @@ class Sampler:
         logits = logits / temperature.masked_fill(greedy, 1.0).unsqueeze(1)
         threshold = None
         if meta.needs.filters:
-            threshold = cut_threshold(
-                logits, min_p=meta.min_p[rows], top_k=meta.top_k[rows], top_p=meta.top_p[rows]
-            )
+            assert meta.cuts is not None
+            threshold = cut_threshold(logits, meta.cuts.of(rows))
         return gumbel_argmax(
             logits,
             seeds=meta.seeds[rows],
@@ -99,40 +99,14 @@ def process_logits(logits: torch.Tensor, meta: SamplingMetadata) -> torch.Tensor
         logits = mask_stop_tokens(logits, meta.stop_token_ids, meta.suppress_stop)
     if meta.needs.penalties:
         assert meta.prompt_mask is not None and meta.output_counts is not None
+        assert meta.penalties is not None
         logits = apply_penalties(
             logits,
+            meta.penalties,
             prompt_mask=meta.prompt_mask,
             output_counts=meta.output_counts,
-            repetition_penalty=meta.repetition_penalty,
-            frequency_penalty=meta.frequency_penalty,
-            presence_penalty=meta.presence_penalty,
         )
     return logits
-
-
-def apply_penalties(
-    logits: torch.Tensor,
-    *,
-    prompt_mask: torch.Tensor,
-    output_counts: torch.Tensor,
-    repetition_penalty: torch.Tensor,
-    frequency_penalty: torch.Tensor,
-    presence_penalty: torch.Tensor,
-) -> torch.Tensor:
-    """Penalise ids that were seen; a new tensor. Rows with neutral values come out unchanged.
-
-    logits, prompt_mask, output_counts [B, V]; the penalties [B]. Repetition looks at prompt and
-    output and scales towards less likely (it divides a positive logit and multiplies a negative
-    one, as transformers does); frequency and presence then look at the output alone and subtract,
-    as OpenAI documents them.
-    """
-    generated = output_counts > 0
-    repetition = repetition_penalty.unsqueeze(1)
-    scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
-    penalised = torch.where(prompt_mask | generated, scaled, logits)
-    penalised -= frequency_penalty.unsqueeze(1) * output_counts
-    penalised -= presence_penalty.unsqueeze(1) * generated
-    return penalised
 
 
 def mask_stop_tokens(

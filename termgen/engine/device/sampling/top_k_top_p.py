@@ -1,6 +1,6 @@
-"""Cut the tail of a distribution: min-p, then top-k, then top-p.
+"""Cut the tail of a distribution: top-n-sigma and min-p, then top-k, then top-p.
 
-All three keep a set of the largest logits, so together they are one threshold per row: a token
+All of them keep a set of the largest logits, so together they are one threshold per row: a token
 stays if its logit is not below it. The most likely token always stays. Ties at a cut are all kept:
 which of two equal logits a sort puts first differs between devices, and a draw must not.
 
@@ -11,6 +11,8 @@ many of the largest logits as it takes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 _FIRST_SORTED = 256
@@ -18,26 +20,42 @@ _ROOM_FOR_TIES = 32
 _GROWTH = 8
 
 
-def cut_threshold(
-    logits: torch.Tensor, *, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """[B, 1] smallest logit to keep in each row of logits [B, V]; parameters [B].
+class Cuts(NamedTuple):
+    """Columns of the parameters, one for each row `part="cut"` of `sampling_params`: of a step's
+    rows, or of every slot."""
 
-    min_p drops what is less probable than `min_p` times the most probable token (0: nothing).
-    top_k keeps the k largest of the rest (0: all). top_p keeps of those, renormalised, the smallest
-    set of most probable tokens with a mass of at least `top_p` (1: all).
-    """
-    if logits.device.type == "cpu":
-        return cut_threshold_cpu(logits, min_p=min_p, top_k=top_k, top_p=top_p)
-    return cut_threshold_reference(logits, min_p=min_p, top_k=top_k, top_p=top_p)
+    top_n_sigma: torch.Tensor
+    """float32: drop what is more than this many standard deviations of the logits below the largest
+    (0: nothing). As `llama_sampler_top_n_sigma_apply` of llama.cpp (src/llama-sampling.cpp) has it:
+    the deviation is that of the whole population, tokens of -inf aside, before any other cut.
+    llama.cpp takes it before it divides by the temperature, which scales both sides alike."""
+    min_p: torch.Tensor
+    """float32 in [0, 1]: drop what is less probable than this times the most probable token (0:
+    nothing)."""
+    top_k: torch.Tensor
+    """int32: keep this many largest of the rest (0: all)."""
+    top_p: torch.Tensor
+    """float32 in (0, 1]: keep of those, renormalised, the smallest set of most probable tokens with
+    a mass of at least this (1: all)."""
+
+    def of(self, rows: torch.Tensor | slice) -> Cuts:
+        return Cuts(*(column[rows] for column in self))
 
 
-def cut_threshold_reference(
-    logits: torch.Tensor, *, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
+def cut_threshold(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    """[B, 1] smallest logit to keep in each row of logits [B, V]; cuts [B]."""
+    form = cut_threshold_cpu if logits.device.type == "cpu" else cut_threshold_reference
+    return form(logits, cuts)
+
+
+def cut_threshold_reference(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    min_p, top_k, top_p = cuts.min_p, cuts.top_k, cuts.top_p
     vocab_size = logits.shape[-1]
     values = logits.sort(dim=-1, descending=True).values
-    threshold = values[:, :1] + min_p.log().unsqueeze(1)
+    threshold = torch.maximum(
+        values[:, :1] + min_p.log().unsqueeze(1),
+        _sigma_threshold(logits, values[:, :1], cuts.top_n_sigma),
+    )
     last = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size).long() - 1
     threshold = torch.maximum(threshold, values.gather(1, last.unsqueeze(1)))
     values = values.masked_fill(values < threshold, -torch.inf)
@@ -45,11 +63,15 @@ def cut_threshold_reference(
     return torch.maximum(threshold, _top_p_threshold(values, mass, top_p.unsqueeze(1)))
 
 
-def cut_threshold_cpu(
-    logits: torch.Tensor, *, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
+def cut_threshold_cpu(logits: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     """Fast path, skip on a first reading: the same thresholds without sorting every row."""
-    threshold = logits.amax(dim=-1, keepdim=True) + min_p.log().unsqueeze(1)
+    min_p, top_k, top_p = cuts.min_p, cuts.top_k, cuts.top_p
+    largest = logits.amax(dim=-1, keepdim=True)
+    threshold = largest + min_p.log().unsqueeze(1)
+    rows = (cuts.top_n_sigma > 0).nonzero().squeeze(1)
+    if len(rows):
+        limit = _sigma_threshold(logits[rows], largest[rows], cuts.top_n_sigma[rows])
+        threshold[rows] = torch.maximum(threshold[rows], limit)
     limited = ((top_k > 0) & (top_k < logits.shape[-1])) | (top_p < 1.0)
     rows = limited.nonzero().squeeze(1)
     if len(rows) == len(logits):
@@ -82,6 +104,24 @@ def _cut_rows(
         values = logits.topk(num_sorted, dim=-1).values
     values = values.masked_fill(values < threshold, -torch.inf)
     return torch.maximum(threshold, _top_p_threshold(values, total, limit))
+
+
+def _sigma_threshold(
+    logits: torch.Tensor, largest: torch.Tensor, top_n_sigma: torch.Tensor
+) -> torch.Tensor:
+    """[R, 1] the largest logit less `top_n_sigma` standard deviations, -inf where that is 0.
+
+    In float64, so that the order of the sums leaves no trace in float32: kernels have another. A
+    row whose largest logit is not finite is not cut."""
+    below = logits.double() - largest.double()
+    is_known = logits > -torch.inf
+    below = below.masked_fill(~is_known, 0.0)
+    count = is_known.sum(dim=-1, keepdim=True)
+    mean = below.sum(dim=-1, keepdim=True) / count
+    variance = below.square().sum(dim=-1, keepdim=True) / count - mean.square()
+    n = top_n_sigma.double().unsqueeze(1)
+    cut = (largest.double() - n * variance.clamp(min=0.0).sqrt()).to(logits.dtype)
+    return cut.masked_fill((n <= 0.0) | ~largest.isfinite(), -torch.inf)
 
 
 def _mass(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:

@@ -28,26 +28,14 @@ from termgen.tui.chat.state.summary import tidied
 from termgen.tui.chat.state.thoughts import Thought
 from termgen.tui.chat.state.tool_rounds import ToolRound, as_records, call_of
 from termgen.vocabulary.request import FinishReason
-from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.sampling_params import TABLE, SamplingParams
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 _DETAILS = re.compile(r"<(?=/?details\b)", re.IGNORECASE)
 """Tags that would end the fold, or begin another."""
 FORMAT = "termgen-chat"
 VERSION = 1
-PARAM_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "stop",
-    "max_tokens",
-    "min_tokens",
-)
+PARAM_NAMES = tuple(n for n, row in TABLE.items() if row.panel is not None or row.is_kept)
 """Sampling parameters that are kept with a chat."""
 SET_BY_HAND = "set"
 """Key in `SessionRecord.params`: names of the parameters that the user set."""

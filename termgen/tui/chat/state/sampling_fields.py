@@ -11,20 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from termgen.errors import RequestError
-from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.sampling_params import TABLE, SamplingParams
 
-FIELDS = {
-    "temperature": "higher is more random; 0 is not at all",
-    "top_p": "keep tokens up to this probability",
-    "top_k": "keep this many tokens; 0 keeps all",
-    "min_p": "drop below this part of the likeliest",
-    "repetition_penalty": "above 1 avoids words already used",
-    "presence_penalty": "penalty on words used, once for each",
-    "frequency_penalty": "penalty on words, for each use",
-    "max_tokens": "longest answer; empty is no limit",
-    "seed": "same seed, same answer; empty varies",
-    "stop": "ends the answer; a,b or \\n",
-}
+_LAST = ("max_tokens", "seed", "stop")
+"""Fields below those that shape the distribution."""
+_PANEL = {name: row.panel for name, row in TABLE.items() if row.panel is not None}
+FIELDS = {name: _PANEL[name] for name in (*(n for n in _PANEL if n not in _LAST), *_LAST)}
 """Name -> what it does, in the width of a narrow screen."""
 
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\,": ",", "\\\\": "\\"}

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 from termgen.client import TokenLogprob
 from termgen.tui.paint.sanitize import clean
-from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.sampling_params import CUTS, SamplingParams
 
 NUM_ALTERNATIVES = 10
 LIKELY = (0.5, 0.2, 0.05)
 """Below each of these a token is one degree more of a surprise."""
+UNSEEN_CUTS = CUTS.keys() - {"top_k", "top_p", "min_p"}
+"""Where these cut cannot be seen from a few alternatives."""
 SURPRISING = 2
 """The degree at which the reader stops."""
 
@@ -129,6 +131,8 @@ def num_drawn(
         return None
     if params.is_greedy:
         return 1, "temperature 0"
+    if any(getattr(params, name) != CUTS[name] for name in UNSEEN_CUTS):
+        return None
     power = 1 / params.temperature
     weights = [math.exp((logprob - logprobs[0]) * power) for logprob in logprobs]
     total = sum(weights) + _rest_weight(logprobs, power, vocab_size)

@@ -148,14 +148,10 @@ def test_penalties_of_the_next_step_count_the_token_that_no_host_has_seen() -> N
     for _ in range(6):  # six steps in flight
         metadata = SamplingMetadata(
             temperature=state.temperature[slots],
-            top_k=state.top_k[slots],
-            top_p=state.top_p[slots],
-            min_p=state.min_p[slots],
+            cuts=state.cuts.of(slots),
             seeds=state.seeds[slots],
             positions=state.total_len[slots],
-            repetition_penalty=state.repetition_penalty[slots],
-            presence_penalty=state.presence_penalty[slots],
-            frequency_penalty=state.frequency_penalty[slots],
+            penalties=state.penalties.of(slots),
             output_counts=state.token_counts[slots] & COUNT_MASK,
             prompt_mask=state.token_counts[slots] < 0,
             stop_token_ids=state.stop_ids[slots],

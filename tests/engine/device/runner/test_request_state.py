@@ -11,7 +11,7 @@ import torch
 from termgen.engine.device.runner.input_batch import InputBuffers
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.engine.device.sampling.metadata import COUNT_MASK, HAS_EDITS, HAS_PENALTIES
-from termgen.vocabulary.sampling_params import SamplingParams
+from termgen.vocabulary.sampling_params import COLUMNS, SamplingParams
 from termgen.vocabulary.step import AddedRow, SamplingNeeds, StepPlan
 
 BLOCK = 4
@@ -199,11 +199,10 @@ def test_every_column_of_every_added_row(device: str) -> None:
         found = {
             name: getattr(state, name)[at].item()
             for name in (
-                "total_len num_computed prompt_len limit min_total seeds temperature top_k top_p"
-                " min_p repetition_penalty presence_penalty frequency_penalty finished"
-                " num_logprobs edit_kinds"
+                "total_len num_computed prompt_len limit min_total seeds finished num_logprobs"
+                " edit_kinds"
             ).split()
-        }
+        } | {name: column[at].item() for name, column in state.params.items()}
         assert found == {
             "total_len": len(tokens),
             "num_computed": 1,
@@ -211,17 +210,11 @@ def test_every_column_of_every_added_row(device: str) -> None:
             "limit": 20 + at,
             "min_total": 2 + p.min_tokens,
             "seeds": 7,
-            "temperature": p.temperature,
-            "top_k": p.top_k,
-            "top_p": p.top_p,
-            "min_p": p.min_p,
-            "repetition_penalty": p.repetition_penalty,
-            "presence_penalty": p.presence_penalty,
-            "frequency_penalty": p.frequency_penalty,
+            **{name: getattr(p, name) for name in COLUMNS},
             "finished": False,
             "num_logprobs": -1 if p.logprobs is None else p.logprobs,
             "edit_kinds": HAS_PENALTIES * p.has_penalties + HAS_EDITS * p.edits_logits,
         }
     assert (state.num_logprobs[1], state.edit_kinds[1]) == (-1, 0)
-    assert state.total_len[1] == 0 and state.top_p[1] == 1.0, "another row was written"
+    assert state.total_len[1] == 0 and state.cuts.top_p[1] == 1.0, "another row was written"
     assert state.block_tables[0, 0, 0] == 5 and state.block_tables[0, 2, 1] == 6

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_columns import asks, make_cuts
 
 from termgen.engine.device.sampling.metadata import SamplingMetadata
+from termgen.engine.device.sampling.penalties import Penalties
 from termgen.vocabulary.step import SamplingNeeds
 
 MakeMeta = Callable[..., SamplingMetadata]
@@ -23,9 +25,6 @@ def _make_meta(
     num_rows: int,
     *,
     temperature: Any = 1.0,
-    top_k: Any = 0,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
     seeds: Any = None,
     positions: Any = 0,
     repetition: Any = 1.0,
@@ -38,19 +37,14 @@ def _make_meta(
     min_tokens: bool = True,
     max_logprobs: int | None = None,
     device: str = "cpu",
+    **cuts: Any,
 ) -> SamplingMetadata:
     """Metadata whose host flags follow from the values, as the scheduler would set them."""
     float32 = torch.float32
     tensors = {
         "temperature": _rows(temperature, num_rows, float32),
-        "top_k": _rows(top_k, num_rows, torch.int32),
-        "top_p": _rows(top_p, num_rows, float32),
-        "min_p": _rows(min_p, num_rows, float32),
         "seeds": torch.arange(num_rows) if seeds is None else _rows(seeds, num_rows, torch.int64),
         "positions": _rows(positions, num_rows, torch.int64),
-        "repetition_penalty": _rows(repetition, num_rows, float32),
-        "presence_penalty": _rows(presence, num_rows, float32),
-        "frequency_penalty": _rows(frequency, num_rows, float32),
         "suppress_stop": _rows(suppress_stop, num_rows, torch.bool),
         "stop_token_ids": (
             torch.empty(num_rows, 0, dtype=torch.int64)
@@ -58,16 +52,17 @@ def _make_meta(
             else stop_token_ids
         ),
     }
-    limited = (
-        (tensors["top_k"] > 0).any() | (tensors["top_p"] < 1).any() | (tensors["min_p"] > 0).any()
-    )
+    columns = make_cuts(num_rows, device=device, **cuts)
+    penalties = (_rows(value, num_rows, float32) for value in (repetition, presence, frequency))
     return SamplingMetadata(
         **{name: tensor.to(device) for name, tensor in tensors.items()},
+        cuts=columns,
+        penalties=Penalties(*(column.to(device) for column in penalties)),
         output_counts=None if output_counts is None else output_counts.to(device),
         prompt_mask=None if prompt_mask is None else prompt_mask.to(device),
         needs=SamplingNeeds(
             all_greedy=bool((tensors["temperature"] < 1e-5).all()),
-            filters=bool(limited),
+            filters=asks(columns),
             penalties=output_counts is not None,
             min_tokens=min_tokens,
             max_logprobs=max_logprobs,

@@ -17,7 +17,8 @@ from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
 from termgen.errors import RequestError
 from termgen.vocabulary.request import FinishReason, GenerationRequest
-from termgen.vocabulary.sampling_params import GREEDY_EPSILON, SMALLEST_POSITIVE, SamplingParams
+from termgen.vocabulary.sampling.row import SMALLEST_POSITIVE
+from termgen.vocabulary.sampling_params import GREEDY_EPSILON, SamplingParams
 
 VOCAB = 512
 NUM_BATCHES = 60

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from no_waits import no_waits
+from sampling_columns import asks
 from transformers import TopKLogitsWarper
 
 from termgen.engine.device.sampling import sampler
@@ -218,7 +219,7 @@ def rows_of(meta: SamplingMetadata, rows: torch.Tensor) -> SamplingMetadata:
         for name in SamplingMetadata.__slots__
         if isinstance(getattr(meta, name), torch.Tensor)
     }
-    return replace(meta, **picked)
+    return replace(meta, **picked, cuts=meta.cuts.of(rows), penalties=meta.penalties.of(rows))
 
 
 def test_a_draw_does_not_depend_on_the_batch(
@@ -237,7 +238,7 @@ def test_a_draw_does_not_depend_on_the_batch(
         # Alone, the host flags say exactly what this row needs.
         alone.needs = alone.needs._replace(
             all_greedy=float(alone.temperature) < 1e-5,
-            filters=int(alone.top_k) > 0 or float(alone.top_p) < 1 or float(alone.min_p) > 0,
+            filters=asks(alone.cuts),
             min_tokens=bool(alone.suppress_stop),
         )
         assert int(Sampler()(logits[one], alone).token_ids) == int(together[row]), row

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from sampling_columns import make_cuts
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -13,7 +14,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from termgen.engine.device.sampling.sampler import apply_penalties, mask_stop_tokens
+from termgen.engine.device.sampling.penalties import Penalties, apply_penalties
+from termgen.engine.device.sampling.sampler import mask_stop_tokens
 from termgen.engine.device.sampling.top_k_top_p import (
     cut_threshold,
     cut_threshold_cpu,
@@ -23,15 +25,9 @@ from termgen.engine.device.sampling.top_k_top_p import (
 VOCAB = 1009
 
 
-def cut(logits: torch.Tensor, form=cut_threshold, *, min_p=0.0, top_k=0, top_p=1.0) -> torch.Tensor:
-    rows = len(logits)
-    threshold = form(
-        logits,
-        min_p=torch.as_tensor(min_p, dtype=torch.float32).expand(rows),
-        top_k=torch.as_tensor(top_k, dtype=torch.int32).expand(rows),
-        top_p=torch.as_tensor(top_p, dtype=torch.float32).expand(rows),
-    )
-    assert threshold.shape == (rows, 1)
+def cut(logits: torch.Tensor, form=cut_threshold, **cuts) -> torch.Tensor:
+    threshold = form(logits, make_cuts(len(logits), **cuts))
+    assert threshold.shape == (len(logits), 1)
     return logits.masked_fill(logits < threshold, -torch.inf)
 
 
@@ -186,10 +182,8 @@ def test_repetition_penalty_equals_transformers(random_logits, penalty: float) -
     outputs = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(5)]
     ours = apply_penalties(
         logits,
+        Penalties(torch.full((5,), penalty), torch.zeros(5), torch.zeros(5)),
         **seen_tensors(prompts, outputs),
-        repetition_penalty=torch.full((5,), penalty),
-        frequency_penalty=torch.zeros(5),
-        presence_penalty=torch.zeros(5),
     )
     history = torch.tensor([p + o for p, o in zip(prompts, outputs, strict=True)])
     assert torch.equal(ours, RepetitionPenaltyLogitsProcessor(penalty)(history, logits))
@@ -200,10 +194,12 @@ def test_frequency_and_presence_look_at_the_output_alone(random_logits) -> None:
     seen = seen_tensors([[1, 2, 3]] * 3, [[3, 4, 4, 4], [3, 4, 4, 4], []])
     ours = apply_penalties(
         logits,
+        Penalties(
+            repetition_penalty=torch.tensor([1.0, 2.0, 1.0]),
+            presence_penalty=torch.tensor([0.25, -1.0, 2.0]),
+            frequency_penalty=torch.tensor([0.5, 0.5, 0.5]),
+        ),
         **seen,
-        repetition_penalty=torch.tensor([1.0, 2.0, 1.0]),
-        frequency_penalty=torch.tensor([0.5, 0.5, 0.5]),
-        presence_penalty=torch.tensor([0.25, -1.0, 2.0]),
     )
     expected = logits.clone()
     for token in (1, 2, 3, 4):  # repetition comes first
@@ -223,10 +219,8 @@ def test_neutral_penalties_change_no_bit(random_logits) -> None:
     ones, zeros = torch.ones(2), torch.zeros(2)
     ours = apply_penalties(
         logits,
+        Penalties(ones, zeros, zeros),
         **seen_tensors([[5, 6]] * 2, [[5, 7, 7]] * 2),
-        repetition_penalty=ones,
-        frequency_penalty=zeros,
-        presence_penalty=zeros,
     )
     assert torch.equal(ours, logits)
 

@@ -31,6 +31,7 @@ from termgen.engine.device.sampling.posted_masks import FORCED_SHIFT, MASKED
 
 if TYPE_CHECKING:
     from termgen.engine.device.sampling.logit_edits import LogitEditTables
+    from termgen.engine.device.sampling.penalties import Penalties
     from termgen.engine.device.sampling.posted_masks import PostedMasks
 
 _BLOCK = 2048
@@ -55,9 +56,7 @@ class EditedSlots(Protocol):
     prompt_len: torch.Tensor  # [R] int64
     token_ids: torch.Tensor  # [R, max_model_len] int32
     token_counts: torch.Tensor  # [R, V] int32, see `metadata`
-    repetition_penalty: torch.Tensor  # [R] float32
-    presence_penalty: torch.Tensor  # [R] float32
-    frequency_penalty: torch.Tensor  # [R] float32
+    penalties: Penalties  # [R]
     stop_ids: torch.Tensor  # [R, K] int64, padded with -1
     edits: LogitEditTables
     masks: PostedMasks
@@ -99,7 +98,7 @@ def _load_counts(packed_ptr, ids, mask, drafts_ptr, num_drafts, SAMPLES: tl.cons
 
 @triton.jit
 def _penalise(logits, packed, repetition, presence, frequency):
-    """`sampling.sampler.apply_penalties` of logits with their entries of the table of counts."""
+    """`sampling.penalties.apply_penalties` of logits with their entries of the table of counts."""
     count = packed & _COUNT_MASK
     scaled = tl.where(logits < 0, logits * repetition, tl.div_rn(logits, repetition))
     logits = tl.where(packed != 0, scaled, logits)
@@ -308,9 +307,9 @@ def edit_logits(
         state.prompt_len,
         state.token_ids,
         state.token_counts,
-        state.repetition_penalty,
-        state.presence_penalty,
-        state.frequency_penalty,
+        state.penalties.repetition_penalty,
+        state.penalties.presence_penalty,
+        state.penalties.frequency_penalty,
         state.stop_ids,
         tables.counts,
         tables.allowed_bits,

@@ -22,6 +22,7 @@ from termgen.engine.device.kernels.sampling.top_k_top_p import CutWorkspace, cut
 from termgen.engine.device.sampling.gumbel import Stream
 from termgen.engine.device.sampling.logprobs import LogprobTensors
 from termgen.engine.device.sampling.token_ring import TokenRing
+from termgen.engine.device.sampling.top_k_top_p import Cuts
 from termgen.vocabulary.sampling_params import MAX_LOGPROBS
 from termgen.vocabulary.step import SamplingNeeds
 
@@ -31,9 +32,7 @@ class SlotParams(EditedSlots, Protocol):
 
     num_computed: torch.Tensor  # [R] int64
     temperature: torch.Tensor  # [R] float32
-    top_k: torch.Tensor  # [R] int32
-    top_p: torch.Tensor  # [R] float32
-    min_p: torch.Tensor  # [R] float32
+    cuts: Cuts  # [R]
     seeds: torch.Tensor  # [R] int64
     num_logprobs: torch.Tensor  # [R] int64, -1 for none
 
@@ -78,10 +77,8 @@ class FusedSampler:
                 logits,
                 slots,
                 self._cut,
+                params.cuts,
                 temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
                 edited=edited,
                 edits=edits,
                 num_samples=num_samples,

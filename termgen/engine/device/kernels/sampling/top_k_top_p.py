@@ -1,4 +1,4 @@
-"""The smallest logit that min-p, top-k and top-p keep, for each row that asks, without sorting.
+"""The smallest logit that the cuts of the tail keep, for each row that asks, without sorting.
 
 Called by the sampler before `sample`. Keeps what `sampling.top_k_top_p.cut_threshold_reference`
 keeps, ties included, up to the rounding of the probability mass. One program does one row:
@@ -33,7 +33,7 @@ from termgen.engine.device.kernels.sampling.sample import (
     _MINUS_INF_KEY,
     sortable_key,
 )
-from termgen.engine.device.sampling.top_k_top_p import cut_threshold_reference
+from termgen.engine.device.sampling.top_k_top_p import Cuts, cut_threshold_reference
 from termgen.vocabulary.sampling_params import GREEDY_EPSILON
 
 _TILE = 4096
@@ -162,6 +162,39 @@ def _sum_row(
 
 
 @triton.jit
+def _sigma_threshold(
+    row_ptr,
+    own_ptr,
+    edited,
+    temperature,
+    top,
+    top_n_sigma,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_EDITED: tl.constexpr,
+):
+    """`sampling.top_k_top_p._sigma_threshold`. Its sums in float64, so that their order leaves no
+    trace."""
+    counts = tl.zeros([TILE], tl.int32)
+    sums = tl.zeros([TILE], tl.float64)
+    squares = tl.zeros([TILE], tl.float64)
+    for start in range(0, VOCAB_SIZE, TILE):
+        keys = _load_keys(
+            row_ptr, own_ptr, edited, start, temperature, VOCAB_SIZE, TILE, HAS_EDITED
+        )
+        is_known = keys > _MINUS_INF_KEY
+        below = _value(keys).to(tl.float64) - top.to(tl.float64)
+        below = tl.where(is_known, below, 0.0)
+        counts += is_known.to(tl.int32)
+        sums += below
+        squares += below * below
+    count = tl.sum(counts, axis=0).to(tl.float64)
+    mean = tl.sum(sums, axis=0) / count
+    variance = tl.maximum(tl.sum(squares, axis=0) / count - mean * mean, 0.0)
+    return (top.to(tl.float64) - top_n_sigma.to(tl.float64) * tl.sqrt(variance)).to(tl.float32)
+
+
+@triton.jit
 def _collect(
     row_ptr,
     own_ptr,
@@ -225,6 +258,7 @@ def _cut_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    top_n_sigma_ptr,
     edited_ptr,
     edit_kinds_ptr,
     total_len_ptr,
@@ -249,10 +283,12 @@ def _cut_kernel(
     top_k = tl.load(top_k_ptr + slot)
     top_p = tl.load(top_p_ptr + slot)
     min_p = tl.load(min_p_ptr + slot)
+    top_n_sigma = tl.load(top_n_sigma_ptr + slot)
     has_k = (top_k > 0) & (top_k < VOCAB_SIZE)
     has_p = top_p < 1.0
     tl.store(out_ptr + row, float("-inf"))
-    if (temperature < _GREEDY_EPSILON) | ((has_k | has_p | (min_p > 0.0)) == 0):
+    is_cut = has_k | has_p | (min_p > 0.0) | (top_n_sigma > 0.0)
+    if (temperature < _GREEDY_EPSILON) | (is_cut == 0):
         return
 
     row_ptr = logits_ptr + row * logits_stride
@@ -276,6 +312,19 @@ def _cut_kernel(
     cut = lowest
     if min_p > 0.0:
         cut = sortable_key(top + tl.log(min_p)).to(tl.int64)
+    if top_n_sigma > 0.0:
+        limit = _sigma_threshold(
+            row_ptr,
+            own_ptr,
+            edited,
+            temperature,
+            top,
+            top_n_sigma,
+            VOCAB_SIZE,
+            TILE,
+            HAS_EDITED,
+        )
+        cut = tl.maximum(cut, sortable_key(limit).to(tl.int64))
     if has_k | has_p:
         guess = lowest
         if VOCAB_SIZE > CAPACITY:
@@ -382,11 +431,9 @@ def cut_threshold(
     logits: torch.Tensor,  # [B * num_samples, V], rows dense
     slots: torch.Tensor,  # [B] int64
     workspace: CutWorkspace,
+    cuts: Cuts,  # [R]
     *,
     temperature: torch.Tensor,  # [R] float32
-    top_k: torch.Tensor,  # [R] int32
-    top_p: torch.Tensor,  # [R] float32
-    min_p: torch.Tensor,  # [R] float32
     edited: torch.Tensor | None = None,  # [at least as many rows, V] float32
     edits: EditedSlots | None = None,
     num_samples: int = 1,
@@ -405,9 +452,10 @@ def cut_threshold(
             logits,
             slots,
             temperature,
-            top_k,
-            top_p,
-            min_p,
+            cuts.top_k,
+            cuts.top_p,
+            cuts.min_p,
+            cuts.top_n_sigma,
             logits if edited is None else edited,
             None if edits is None else edits.edit_kinds,
             None if edits is None else edits.total_len,
@@ -429,21 +477,11 @@ def cut_threshold(
 
 
 def cut_threshold_of_slots(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    logits: torch.Tensor, slots: torch.Tensor, cuts: Cuts, *, temperature: torch.Tensor
 ) -> torch.Tensor:
     """The reference, in `cut_threshold`'s terms."""
     temperatures = temperature[slots].unsqueeze(1)
     greedy = temperatures < GREEDY_EPSILON
-    threshold = cut_threshold_reference(
-        logits.float() / temperatures.masked_fill(greedy, 1.0),
-        min_p=min_p[slots],
-        top_k=top_k[slots],
-        top_p=top_p[slots],
-    )
+    scaled = logits.float() / temperatures.masked_fill(greedy, 1.0)
+    threshold = cut_threshold_reference(scaled, cuts.of(slots))
     return threshold.masked_fill(greedy, -torch.inf).squeeze(1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_columns import make_cuts
 from triton_device import DEVICES, DEVICES_AND_DTYPES, normal, require_triton
 
 require_triton()
@@ -16,6 +17,7 @@ from termgen.engine.device.kernels.sampling.top_k_top_p import (  # noqa: E402
     cut_threshold,
     cut_threshold_of_slots,
 )
+from termgen.engine.device.sampling.top_k_top_p import Cuts  # noqa: E402
 
 devices = pytest.mark.parametrize("device", DEVICES)
 devices_and_dtypes = pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -26,24 +28,18 @@ def run(
     logits: torch.Tensor,
     *,
     temperature: Any = 1.0,
-    top_k: Any = 0,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
     capacity: int = 4096,
+    **cuts: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits that the kernel and the reference keep. Rows use slots in reverse order."""
     device, num_rows = logits.device, len(logits)
 
-    def column(value: Any, dtype: torch.dtype) -> torch.Tensor:
-        rows = torch.as_tensor(value, dtype=dtype, device=device).expand(num_rows)
-        return torch.cat((rows.flip(0), rows[:1]))
+    def of_slots(column: torch.Tensor) -> torch.Tensor:
+        return torch.cat((column.flip(0), column[:1]))
 
-    tables = {
-        "temperature": column(temperature, torch.float32),
-        "top_k": column(top_k, torch.int32),
-        "top_p": column(top_p, torch.float32),
-        "min_p": column(min_p, torch.float32),
-    }
+    columns = Cuts(*map(of_slots, make_cuts(num_rows, device=device, **cuts)))
+    rows = torch.as_tensor(temperature, dtype=torch.float32, device=device)
+    temperatures = of_slots(rows.expand(num_rows))
     slots = torch.arange(num_rows - 1, -1, -1, device=device)
     workspace = CutWorkspace(
         max_rows=num_rows, vocab_size=logits.shape[1], device=device, tile=1024, capacity=capacity
@@ -51,9 +47,11 @@ def run(
     workspace.pieces.fill_(2**31 - 1)
     workspace.collected.fill_(2**31 - 1)
     out = torch.full((num_rows,), NAN, device=device)
-    assert cut_threshold(logits, slots, workspace, **tables, out=out) is out
-    expected = cut_threshold_of_slots(logits, slots, **tables)
-    temperatures = tables["temperature"][slots]
+    assert (
+        cut_threshold(logits, slots, workspace, columns, temperature=temperatures, out=out) is out
+    )
+    expected = cut_threshold_of_slots(logits, slots, columns, temperature=temperatures)
+    temperatures = temperatures[slots]
     scaled = logits.float() / temperatures.masked_fill(temperatures < 1e-5, 1.0)[:, None]
     return ~(scaled < out[:, None]), ~(scaled < expected[:, None])
 

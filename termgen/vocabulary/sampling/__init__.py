@@ -1,0 +1,1 @@
+"""What a row of the table of sampling parameters says; the table is `SamplingParams` itself."""
