@@ -34,6 +34,7 @@ def prepare() -> None:
     _list_builtins_once(interpreter)
     _leave_arguments_in_place(interpreter)
     _multiply_floats(interpreter)
+    _combine_whole_slices(interpreter)
     _call_builtins_at_once(interpreter)
     _leave_out_unread_checks(interpreter)
     _look_types_up(interpreter)
@@ -150,6 +151,36 @@ def _multiply_floats(interpreter: Any) -> None:
         return dot(self, a, b, d, *options)
 
     builder.create_dot = create_dot
+
+
+def _combine_whole_slices(interpreter: Any) -> None:
+    """It reduces with a function of the kernel element by element. Slices of the axis, in the same
+    order, give the same."""
+
+    def generic_reduce(self: Any, input: Any) -> list[Any]:
+        is_whole, num_axes = self.axis is None, input[0].handle.data.ndim
+        input, axis = self.unravel(input, self.axis)
+        dtypes = [arg.dtype for arg in input]
+        parts = (np.moveaxis(arg.handle.data, axis, 0) for arg in input)
+        so_far: tuple[Any, ...] = ()
+        for slices in zip(*parts, strict=True):
+            found = tuple(map(self.to_tensor, slices, dtypes))
+            if so_far:
+                combined = self.combine_fn.fn(*so_far, *found)
+                found = combined if isinstance(combined, tuple) else (combined,)
+            arrays = (np.broadcast_to(one.handle.data, np.shape(slices[0]) or 1) for one in found)
+            so_far = tuple(map(self.to_tensor, arrays, dtypes))
+        results = []
+        for one, dtype in zip(so_far, dtypes, strict=True):
+            data = one.handle.data
+            if self.keep_dims:
+                data = data.reshape((1,) * num_axes) if is_whole else np.expand_dims(data, axis)
+            elif is_whole or num_axes == 1:
+                data = data.item()
+            results.append(self.to_tensor(data, dtype))
+        return results
+
+    interpreter.ReduceOps.generic_reduce = generic_reduce
 
 
 def _call_builtins_at_once(interpreter: Any) -> None:

@@ -12,7 +12,7 @@ from termgen.engine.device.kernels.kv_cache import kv_cache_dtype
 from termgen.engine.device.models.decoder import CausalDecoder
 from termgen.engine.text.tokenizer import load_tokenizer
 
-NUM_READ, NUM_WRITTEN = 260, 20
+NUM_READ, NUM_WRITTEN = 210, 10
 NEAR_TIE = 0.02
 """Nats between two tokens that rounding may rank otherwise."""
 BOUNDS = {
@@ -23,11 +23,12 @@ BOUNDS = {
 
 
 def log_probabilities(model: CausalDecoder, ids: list[int], kind: str) -> torch.Tensor:
-    """[150, vocab] a prompt in two parts, the second of which is compared, and the last tokens one
+    """[115, vocab] a prompt in two parts, the second of which is compared, and the last tokens one
     by one."""
     paged = PagedModel(model, num_blocks=160, dtype=kv_cache_dtype(kind, torch.float32))
     half = NUM_READ // 2
-    _, compared = (paged.step([Row(0, at, ids[at : at + half])])[0] for at in (0, half))
+    paged.last_logits([Row(0, 0, ids[:half])])
+    compared = paged.step([Row(0, half, ids[half:NUM_READ])])[0]
     singles = [paged.step([Row(0, i, [ids[i]])])[0] for i in range(NUM_READ, len(ids))]
     return torch.cat([compared, *singles]).log_softmax(-1)
 
