@@ -31,7 +31,7 @@ from termgen.engine.device.runner.memory import weight_bytes
 from termgen.engine.text.tokenizer import load_tokenizer
 
 TinyModelDir = Callable[..., Path]
-NUM_READ, NUM_WRITTEN = 120, 40
+NUM_READ, NUM_WRITTEN = 80, 10
 NEAR_TIE = 0.02
 """Nats between two tokens that rounding may rank otherwise."""
 
@@ -267,7 +267,7 @@ def test_few_matrices_exist_in_both_forms_while_a_model_is_loaded(
 
 @functools.cache
 def log_probabilities(model: Path, tokenizer: Path, quantization: str | None) -> torch.Tensor:
-    """[160, vocab] of the README's beginning: `NUM_READ` tokens as a prompt, the others one by
+    """[90, vocab] of the README's beginning: `NUM_READ` tokens as a prompt, the others one by
     one."""
     text = (Path(__file__).parents[4] / "README.md").read_text()[:1200]
     ids = list(load_tokenizer(tokenizer).encode(text))[: NUM_READ + NUM_WRITTEN]
@@ -278,7 +278,7 @@ def log_probabilities(model: Path, tokenizer: Path, quantization: str | None) ->
 
 
 def divergences(model: Path, tokenizer: Path, kept: str = "int8") -> torch.Tensor:
-    """[160] of the next-token probabilities from those of the float32 model, in nats."""
+    """[90] of the next-token probabilities from those of the float32 model, in nats."""
     exact, quantized = (log_probabilities(model, tokenizer, form) for form in (None, kept))
     found = (exact.exp() * (exact - quantized)).sum(-1)
     print(f"mean {found.mean():.1e}, p99 {found.quantile(0.99):.1e}, largest {found.max():.1e}")
