@@ -89,7 +89,7 @@ async def test_what_cannot_be_counted_has_its_bytes(
         await type_text(pilot, "see @picture.bin @a.py ")
         await wait_until(pilot, lambda: len(counting.texts) == 1)
         await pilot.pause(0.2)
-        assert edge(app) == "▤ picture.bin 2  ▤ a.py 1.2k"
+        assert edge(app) == "▤ picture.bin 2B  ▤ a.py 1.2kB"
         assert len(counting.texts) == 1, "it is not tried again and again"
         assert not app._notifications
 
@@ -116,5 +116,5 @@ async def test_nothing_of_a_file_goes_to_other_servers_before_the_question(folde
             chat = await chat_of(app, pilot)
             chat.prompt.insert("why @a.py ")
             await pilot.pause(0.3)
-            assert edge_of(chat) == "▤ a.py 1.2k"
+            assert edge_of(chat) == "▤ a.py 1.2kB"
         assert set(server.paths) <= {"/v1/models", "/v1/events"}
