@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,3 +231,32 @@ def test_a_line_typed_before_a_call_approves_nothing(tmp_path: Path) -> None:
         terminal.wait_for(rb"denied this call\.\r\nYou: y\r\nAnswer:\r\nYes: y\r\nYou: $")
         terminal.type("\x04")
         assert terminal.end() == 0
+
+
+def test_servers_of_tools_serve_a_chat_in_lines(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    from test_tools_terminal import SERVER, is_alive
+
+    config = tmp_path / "config.toml"
+    command = json.dumps([sys.executable, str(SERVER)])
+    config.write_text(f'[mcp.own]\ncommand = {command}\nprotocol = "legacy"\n')
+    engine = engine_of(
+        hermes("own_process", "{}"), "One.", hermes("own_echo", '{"text": "x"}'), "Two."
+    )
+    with in_thread(lambda: serving(engine)) as url:
+        terminal = DumbTerminal("chat", "--plain", "--url", url, "--config", str(config))
+        terminal.wait_for(rb"\d+ tools; /mcp lists them\.\r\nYou: $")
+        terminal.type("one\n")
+        terminal.wait_for(rb"The model calls own_process: {}\r\nRun it\? [^\n]*: $")
+        terminal.type("y\n")
+        terminal.wait_for(rb"own_process is done: [^\n]*\r\nAnswer:\r\nOne\.\r\nYou: $")
+        time.sleep(1.0)  # nothing reads what the server writes meanwhile
+        terminal.type("two\n")
+        terminal.wait_for(rb"own_echo: [^\n]*\r\nRun it\? [^\n]*: $")
+        terminal.type("y\n")
+        terminal.wait_for(rb"own_echo is done: [^\n]*\r\nAnswer:\r\nTwo\.\r\nYou: $")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+    results: list[Any] = [call.prompt for call in engine.calls]
+    assert results[-1].messages[-1]["content"] == "echo x"
+    assert not is_alive(int(results[1].messages[-1]["content"]))
