@@ -4,7 +4,7 @@ model and tools. Imported by `plain_chat` once a chat begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from termgen.client import EngineClient
@@ -19,6 +19,7 @@ from termgen.tui.paint.formatting import plural
 from termgen.tui.paint.sanitize import clean_line
 from termgen.vocabulary.memory_ledger import size
 from termgen.vocabulary.model_shelf import ModelChoice, ModelShelf
+from termgen.vocabulary.sampling_params import SamplingParams
 
 SAMPLING_USAGE = "/sampling NAME VALUE sets one, /sampling NAME its default, /sampling off all"
 NO_TOOLS = (
@@ -51,7 +52,7 @@ class PlainSettings(AskedWith):
         self._first_names = frozenset(sent_names or ())
         self._said_left_out: tuple[str, ...] = ()
 
-    def params_to_send(self) -> Any:
+    def params_to_send(self) -> SamplingParams:
         """The parameters that the server knows. A line names the others, once."""
         params, left_out = self.sent()
         if left_out and left_out != self._said_left_out:
@@ -82,7 +83,7 @@ class PlainSettings(AskedWith):
     def _names_but(self, name: str) -> set[str]:
         return {one for one in self._sent_names or () if one != name or one in self._first_names}
 
-    def _send_only(self, names: Any) -> None:
+    def _send_only(self, names: Collection[str]) -> None:
         if self._sent_names is not None:
             self._sent_names.clear()
             self._sent_names.update(names)
