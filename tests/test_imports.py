@@ -54,7 +54,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "serving": ("server", "serving"),
     "clients": ("bench", "remote"),
     "trace": ("trace",),
-    "chats": ("tui.chat.state", "tui.chat.saved", "tui.paint.sanitize"),
+    "chats": ("tui.chat.state", "tui.chat.saved", "tui.chat.asked", "tui.paint.sanitize"),
     "tui": ("tui",),
     "offline": ("llm",),
     "commands": ("__init__", "__main__", "commands", "engine.__init__"),

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,18 +29,18 @@ from acp.schema import (
 
 from termgen.agent.engine_source import EngineSource
 from termgen.agent.faults import INVALID_REQUEST, clear_error
-from termgen.agent.full_context import Room, full_words
+from termgen.agent.full_context import full_words
 from termgen.agent.outbox import Outbox
 from termgen.agent.questions import question_of
 from termgen.agent.slash_commands import run_command
 from termgen.agent.updates import ShownCalls
 from termgen.client import EngineClient
 from termgen.config import UIConfig
-from termgen.errors import ContextLengthError, EngineError, RequestError, TermgenError
-from termgen.tools.calls import Approval, CallRunner, ToolCall, run_rounds
-from termgen.tools.request import ToolRequest
+from termgen.errors import ContextLengthError, EngineError, TermgenError
+from termgen.tools.calls import Approval, CallRunner, ToolCall
 from termgen.tools.text import result_chars
 from termgen.tools.toolbox import Offered, Toolbox
+from termgen.tui.chat.asked.answer_rounds import AnswerRounds
 from termgen.tui.chat.saved.autosave import Autosave
 from termgen.tui.chat.saved.chat_records import restored_params
 from termgen.tui.chat.saved.chat_store import ChatStore
@@ -52,8 +53,9 @@ from termgen.tui.chat.state.conversation import (
     sampling_params,
     title_of,
 )
+from termgen.tui.chat.state.full_context import MessageTooLong
 from termgen.tui.chat.state.sampling_fields import without
-from termgen.tui.chat.state.thoughts import AnswerNews, read_answer
+from termgen.tui.chat.state.thoughts import AnswerNews
 from termgen.tui.chat.state.tool_offers import ToolOffers
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -110,14 +112,14 @@ class AgentSession:
         self._house = house
         self._kept = kept
         self._autosave = Autosave(house.store)
-        self._offers = ToolOffers(toolbox, self._note)
-        self._runner = CallRunner(toolbox, self._approve, self._calls_changed)
+        self.offers = ToolOffers(toolbox, self._note)
+        self._runner = CallRunner(toolbox, self._approve, self.calls_changed)
         self._shown = ShownCalls(folder)
         self._turn: Turn | None = None
         """The turn that is answered now."""
         self._said_left_out: tuple[str, ...] = ()
         """Parameters that the last notice named, as the server does not know them."""
-        self._request_ids = (f"acp-{conversation.session_id[:8]}-{number}" for number in count(1))
+        self.request_ids = (f"acp-{conversation.session_id[:8]}-{number}" for number in count(1))
         session_id = conversation.session_id
         self.outbox = Outbox(lambda update: house.client.session_update(session_id, update))
         if not toolbox.is_empty:
@@ -250,7 +252,7 @@ class AgentSession:
         try:
             await asyncio.wait([getting], timeout=LOADING_WORDS_S)
             if not getting.done():
-                self._say_apart(f"The model is not ready yet ({engine.phase}).")
+                self.say_apart(f"The model is not ready yet ({engine.phase}).")
             return await getting
         finally:
             getting.cancel()
@@ -286,70 +288,26 @@ class AgentSession:
             self._note(turn, f"Left out, as the server knows no {', '.join(left_out)}.")
         self._said_left_out = left_out
 
-        async def ask(offers: bool) -> Sequence[ToolCall]:
-            await self._ask_once(client, turn, sent, offers=offers)
-            calls = turn.calls_to_run()
-            if calls:
-                self._calls_changed()
-            return calls
-
-        return await run_rounds(ask, self._runner.run)
-
-    async def _ask_once(
-        self, client: EngineClient, turn: Turn, params: SamplingParams, *, offers: bool
-    ) -> None:
-        """Stream one answer. A request that was refused is sent again with less, if that helps."""
-        chat = self.conversation
-        room = Room(client, chat, self._offers, lambda: next(self._request_ids), self._say_apart)
+        rounds = _SessionRounds(self, client)
         try:
-            await self._ask_in_room(client, turn, params, room, offers=offers)
-        except ContextLengthError:
-            room.undo()
+            return await rounds.answer(turn, sent)
+        except MessageTooLong:
             raise
-        finally:
-            if room.is_other:
-                self._autosave.changed(chat, room.holder)
+        except ContextLengthError as error:
+            words = f"{error} {full_words(self.conversation)}".strip()
+            raise ContextLengthError(words) from None
 
-    async def _ask_in_room(
-        self,
-        client: EngineClient,
-        turn: Turn,
-        params: SamplingParams,
-        room: Room,
-        *,
-        offers: bool,
-    ) -> None:
-        chat, is_first = self.conversation, True
-        while True:
-            tools = await self._offers.request_for(chat, turn, client.model, offers=offers)
-            if is_first:
-                await room.make(params, refused=False)
-                is_first = False
-            try:
-                await self._read(turn, self._asked(client, params, tools))
-                return
-            except (RequestError, EngineError) as error:
-                if not turn.is_waiting:
-                    raise
-                if self._offers.asks_again(chat, turn, error, tools):
-                    continue
-                if not isinstance(error, ContextLengthError):
-                    raise
-                if params.max_tokens is not None:  # the answer may have the rest of the context
-                    params = replace(params, max_tokens=None)
-                elif not await room.make(params, refused=True):
-                    raise ContextLengthError(f"{error} {full_words(chat)}".strip()) from None
+    async def run_calls(self, calls: Sequence[ToolCall]) -> None:
+        """Carry out calls, those that the client approves."""
+        self.calls_changed()
+        await self._runner.run(calls)
 
-    def _asked(
-        self, client: EngineClient, params: SamplingParams, tools: ToolRequest | None
-    ) -> AsyncGenerator[AnswerNews, None]:
-        prompt = self.conversation.prompt()
-        if tools is not None:
-            prompt = tools.prompt(prompt)
-        request_id = next(self._request_ids)
-        return read_answer(client, prompt, params, request_id=request_id, tools=tools)
+    def cut_changed(self, holder: Turn) -> None:
+        """Save the turn that has what is left out."""
+        self._autosave.changed(self.conversation, holder)
 
-    async def _read(self, turn: Turn, answer: AsyncGenerator[AnswerNews, None]) -> None:
+    async def read(self, turn: Turn, answer: AsyncGenerator[AnswerNews, None]) -> None:
+        """Stream an answer to the client."""
         async with contextlib.aclosing(answer) as stream:
             async for news in stream:
                 num_before = len(turn.thought.text)
@@ -363,7 +321,8 @@ class AgentSession:
 
     # -- tools -----------------------------------------------------------------------------
 
-    def _calls_changed(self) -> None:
+    def calls_changed(self) -> None:
+        """Save and show the calls."""
         turn = self._turn
         if turn is not None:
             self._autosave.streamed(self.conversation, turn)
@@ -392,9 +351,9 @@ class AgentSession:
     # -- words that are not the model's ------------------------------------------------------
 
     def _note(self, turn: Turn, words: str) -> None:
-        self._say_apart(words)
+        self.say_apart(words)
 
-    def _say_apart(self, words: str) -> None:
+    def say_apart(self, words: str) -> None:
         """Say something where it is not taken for the answer."""
         self.outbox.think(f"[termgen] {words}\n\n")
 
@@ -406,3 +365,25 @@ def _stop_reason(turn: Turn, ended: bool) -> StopReason:
     if reason is FinishReason.LENGTH:
         return "max_tokens"
     return "end_turn" if ended else "max_turn_requests"
+
+
+class _SessionRounds(AnswerRounds):
+    """The rounds of a session's question."""
+
+    def __init__(self, session: AgentSession, client: EngineClient) -> None:
+        next_id = partial(next, session.request_ids)
+        super().__init__(
+            client, session.conversation, session.offers, next_id, on_cut=session.cut_changed
+        )
+        self._session = session
+
+    def say(self, words: str) -> None:
+        self._session.say_apart(words)
+
+    async def read(
+        self, turn: Turn, request_id: str, answer: AsyncGenerator[AnswerNews, None]
+    ) -> None:
+        await self._session.read(turn, answer)
+
+    async def run_calls(self, calls: Sequence[ToolCall]) -> None:
+        await self._session.run_calls(calls)

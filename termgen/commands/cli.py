@@ -219,18 +219,33 @@ def _inline_chat(
 def _plain_chat(
     args: argparse.Namespace, layers: SettingLayers, config: EngineConfig, ui: UIConfig
 ) -> int:
-    from termgen.commands.inline_command import check_flags, own_engine, server_elsewhere
+    from termgen.commands.inline_command import (
+        check_flags,
+        names_set,
+        own_engine,
+        server_elsewhere,
+    )
     from termgen.commands.plain_chat import run_plain
+    from termgen.tools.configured import make_toolbox
 
     check_flags(layers, "--plain")
     if args.continue_last or args.session is not None:
         raise ConfigError("--plain keeps no chat: leave --continue and --session out")
+    toolbox = make_toolbox(ui, layers.mcp_servers)
     if args.url is not None:
-        from termgen.commands.remote_command import read_target
+        from termgen.commands.remote_command import RemoteHolder, read_target
 
         target = read_target(args.url, args.api_key, layers, wait_s=args.wait)
-        return run_plain(*server_elsewhere(target, ui, plain=True), ui)
-    return run_plain(*own_engine(config, plain=True), ui)
+        sent_names = names_set(ui)
+        server = RemoteHolder(target, given=sent_names)
+        start, stop = server_elsewhere(server, plain=True)
+        return run_plain(start, stop, ui, server, toolbox=toolbox, sent_names=sent_names)
+    from termgen.commands.launch import EngineHolder
+    from termgen.commands.shelf.local_shelf import LocalShelf
+
+    holder = EngineHolder(config)
+    start, stop = own_engine(holder, plain=True)
+    return run_plain(start, stop, ui, LocalShelf(holder), toolbox=toolbox)
 
 
 def acp_command(args: argparse.Namespace) -> int:

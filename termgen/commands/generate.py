@@ -16,6 +16,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -376,14 +377,14 @@ async def stream_remote(
     client: EngineClient, prompt: Prompt, params: SamplingParams, *, show: bool
 ) -> tuple[Answer, int]:
     """Run one request to its end, or to Ctrl-C, writing text to standard output as it comes."""
-    from termgen.commands.inline_command import Interrupt
+    from termgen.commands.plain.interrupt import REQUEST_ID, Interrupt
 
     limited = params
     if params.max_tokens is None:
         limited = replace(params, max_tokens=max(DEFAULT_MAX_TOKENS, params.min_tokens))
     answer = Answer()
     write = _writer(show)
-    with Interrupt(client) as interrupt:
+    with Interrupt(partial(client.abort, REQUEST_ID)) as interrupt:
         try:
             await _take(client, prompt, limited, answer, write)
         except ContextLengthError:
@@ -402,7 +403,7 @@ async def _take(
     answer: Answer,
     write: Callable[[str], None],
 ) -> None:
-    from termgen.commands.inline_command import REQUEST_ID
+    from termgen.commands.plain.interrupt import REQUEST_ID
 
     stream = client.generate(prompt, params, request_id=REQUEST_ID)
     async with contextlib.aclosing(stream) as deltas:

@@ -9,25 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from termgen.commands.exit_codes import INTERRUPTED, OK
+from termgen.commands.plain.interrupt import REQUEST_ID, Interrupt
 from termgen.commands.settings import SettingLayers
 from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ConfigError, TermgenError
 
 if TYPE_CHECKING:
     from termgen.client import EngineClient, Message
-    from termgen.commands.remote_command import RemoteTarget
+    from termgen.commands.launch import EngineHolder
+    from termgen.commands.remote_command import RemoteHolder, RemoteTarget
     from termgen.tui.chat.state.conversation import AnswerStats
     from termgen.tui.paint.inline import AnswerWriter
 
 Progress = Callable[[str, float], None]
-REQUEST_ID = "inline"
 ASKED_FOR = ("temperature", "top_p", "max_tokens")
 """Settings of the user's that go into a request."""
 MAX_PIPED_BYTES = 2 * 2**20
@@ -36,9 +37,9 @@ MAX_PIPED_BYTES = 2 * 2**20
 
 def check_flags(layers: SettingLayers, mode: str) -> None:
     """Refuse settings for screens and saved chats, which these modes lack. `mode`: their flag."""
-    names = ["theme", "dashboard_hz", "alert", "alert_bell", "chat_db", "tools"]
+    names = ["theme", "dashboard_hz", "alert", "alert_bell", "chat_db"]
     if mode == "--inline":  # one question
-        names.append("context_policy")
+        names += ["context_policy", "tools"]
     for name in names:
         if layers.given(name) is not None:
             flag = "--" + name.replace("_", "-")
@@ -76,33 +77,28 @@ Start = Callable[[], Coroutine[Any, Any, "EngineClient"]]
 Stop = Callable[[], Coroutine[Any, Any, None]]
 
 
-def own_engine(config: EngineConfig, *, plain: bool = False) -> tuple[Start, Stop]:
+def own_engine(holder: EngineHolder, *, plain: bool = False) -> tuple[Start, Stop]:
     """(start, stop) functions of a local engine, with progress on standard error."""
-    from termgen.commands.launch import EngineHolder
     from termgen.library.catalog import ensure_model
     from termgen.library.progress import TerminalProgress
 
-    holder = EngineHolder(config)
-
     async def start() -> EngineClient:
         with TerminalProgress(plain=plain) as progress:
-            ensure_model(config.model, progress)
+            ensure_model(holder.config.model, progress)
             # a script's log should report fetching weights, but not loading them
             return await holder.start(progress if sys.stderr.isatty() else _say_nothing)
 
     return start, holder.stop
 
 
-def server_elsewhere(
-    target: RemoteTarget, ui: UIConfig, *, plain: bool = False
-) -> tuple[Start, Stop]:
-    """(start, stop) functions of a remote server, whose own sampling defaults apply to what the
-    user has not set."""
-    from termgen.commands.remote_command import RemoteHolder
-    from termgen.library.progress import TerminalProgress
+def names_set(ui: UIConfig) -> set[str]:
+    """Sampling parameters that the user has set; a server's own defaults apply to the others."""
+    return {name for name in ASKED_FOR if getattr(ui, name) is not None}
 
-    given = [name for name in ASKED_FOR if getattr(ui, name) is not None]
-    holder = RemoteHolder(target, given=given)
+
+def server_elsewhere(holder: RemoteHolder, *, plain: bool = False) -> tuple[Start, Stop]:
+    """(start, stop) functions of a remote server."""
+    from termgen.library.progress import TerminalProgress
 
     async def start() -> EngineClient:
         with TerminalProgress(plain=plain) as progress:
@@ -113,12 +109,16 @@ def server_elsewhere(
 
 def run_inline(question: str, config: EngineConfig, ui: UIConfig) -> int:
     """Answer with a local engine."""
-    return _run(question, ui, *own_engine(config))
+    from termgen.commands.launch import EngineHolder
+
+    return _run(question, ui, *own_engine(EngineHolder(config)))
 
 
 def run_remote_inline(question: str, target: RemoteTarget, ui: UIConfig) -> int:
     """Answer with a remote server."""
-    return _run(question, ui, *server_elsewhere(target, ui))
+    from termgen.commands.remote_command import RemoteHolder
+
+    return _run(question, ui, *server_elsewhere(RemoteHolder(target, given=names_set(ui))))
 
 
 def _say_nothing(stage: str, fraction: float) -> None:
@@ -167,18 +167,16 @@ async def stream_answer(
     messages: Sequence[Message],
     ui: UIConfig,
     writer: AnswerWriter,
-    *,
-    stats: AnswerStats | None = None,
 ) -> tuple[str, bool]:
-    """Stream the answer; returns (text, interrupted by Ctrl-C). stats: takes its figures."""
+    """Stream the answer; returns (text, interrupted by Ctrl-C)."""
     from termgen.client import ChatPrompt
     from termgen.tui.chat.state.conversation import AnswerStats, sampling_params
 
     params = sampling_params(client.model.default_params, ui)
-    stats = stats or AnswerStats(time.perf_counter())
+    stats = AnswerStats(time.perf_counter())
     stream = client.generate(ChatPrompt([*messages]), params, request_id=REQUEST_ID)
     parts: list[str] = []
-    with Interrupt(client) as interrupt:
+    with Interrupt(partial(client.abort, REQUEST_ID)) as interrupt:
         try:
             async with contextlib.aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -204,30 +202,3 @@ def _footer(stats: AnswerStats, *, stopped: bool) -> str:
     if stats.ttft_s is not None:
         parts.append(f"TTFT {duration(stats.ttft_s)}")
     return " · ".join(parts)
-
-
-class Interrupt:
-    """Makes the first Ctrl-C abort the request and keep its text; a second one quits at once."""
-
-    def __init__(self, client: EngineClient, request_id: str = REQUEST_ID) -> None:
-        self._client = client
-        self._request_id = request_id
-        self._aborting: asyncio.Future[bool] | None = None
-        """Strong reference: an event loop keeps only weak ones to its tasks."""
-        self.came = False
-
-    def __enter__(self) -> Interrupt:
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            # without signal handlers (Windows, other threads) Ctrl-C ends the command at once
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self.note)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
-
-    def note(self) -> None:
-        if self.came:
-            raise KeyboardInterrupt
-        self.came = True
-        self._aborting = asyncio.ensure_future(self._client.abort(self._request_id))

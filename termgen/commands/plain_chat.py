@@ -14,9 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from termgen.commands.exit_codes import OK
-from termgen.commands.inline_command import REQUEST_ID, Interrupt, Start, Stop, stream_answer
+from termgen.commands.inline_command import Start, Stop
 from termgen.config import UIConfig
-from termgen.errors import ConfigError, ContextLengthError, EngineDeadError, TermgenError
+from termgen.errors import ContextLengthError, EngineDeadError, TermgenError
+from termgen.tools.toolbox import Toolbox
+from termgen.vocabulary.model_shelf import ModelShelf
 
 if TYPE_CHECKING:
     from termgen.client import EngineClient
@@ -33,6 +35,12 @@ PLAIN_HELP = """\
               the first one, too, /fit summarise has them summarised, /fit off sends all again
 /compact      have the older turns summarised now; /compact TEXT says what matters most
 /context      what the context holds
+/sampling     temperature and the other sampling parameters; /sampling NAME VALUE sets one
+/schema       answers as JSON of a schema: /schema FILE or /schema {...}; /schema off ends it
+/regex TEXT   answers that match a regular expression; /regex off ends it
+/choice A|B   answers that are one of these; /choice off ends it
+/model        the models there are; /model NAME changes to one
+/mcp          the model's tools; /mcp restart NAME starts their server anew
 /export PATH  write this chat to a new file, PATH.md for people or PATH.json; -f PATH replaces one
 /save N PATH  write code block N of the last answer to a new file
 /help         list these commands
@@ -41,33 +49,61 @@ PLAIN_HELP = """\
 A line that ends with a backslash goes on in the next one. Ctrl-C ends an answer that is written."""
 
 
-def run_plain(start: Start, stop: Stop, ui: UIConfig) -> int:
-    """Chat until the user leaves."""
+def run_plain(
+    start: Start,
+    stop: Stop,
+    ui: UIConfig,
+    shelf: ModelShelf,
+    *,
+    toolbox: Toolbox | None = None,
+    sent_names: set[str] | None = None,
+) -> int:
+    """Chat until the user leaves. sent_names: sampling parameters that go to a server, which has
+    its own for the others; `/sampling` changes them. None: all."""
+    toolbox = toolbox or Toolbox()
     # Lines are read between runs of the loop, not in a thread, which Ctrl-C could not interrupt.
     with asyncio.Runner() as runner:
         try:
             client = runner.run(start())
-            return PlainChat(client, ui, runner.run).run()
+            return PlainChat(client, ui, runner.run, shelf, toolbox, sent_names).run()
         finally:
-            runner.run(stop())
+            runner.run(_ended(stop, toolbox))
+
+
+async def _ended(stop: Stop, toolbox: Toolbox) -> None:
+    try:
+        await toolbox.close()
+    finally:
+        await stop()
 
 
 class PlainChat:
     """Reads one question per line from standard input and prints the answers as plain text."""
 
     def __init__(
-        self, client: EngineClient, ui: UIConfig, run: Callable[[Coroutine[Any, Any, Any]], Any]
+        self,
+        client: EngineClient,
+        ui: UIConfig,
+        run: Callable[[Coroutine[Any, Any, Any]], Any],
+        shelf: ModelShelf,
+        toolbox: Toolbox,
+        sent_names: set[str] | None,
     ) -> None:
+        from termgen.commands.plain.plain_answer import Lines, PlainTools, say
+        from termgen.commands.plain.plain_settings import PlainSettings
         from termgen.tui.chat.state.doubts import Doubts
 
-        self._client = client
         self._ui = ui
         self._run = run
+        self._say = say
+        self._lines = Lines()
+        self._tools = PlainTools(toolbox, self._lines)
+        self._asked = PlainSettings(
+            client, ui, run, shelf=shelf, tools=self._tools, sent_names=sent_names
+        )
         self._chat = self._new()
         self._refused: tuple[str, tuple[Attachment, ...]] | None = None
         """The last question, if the context had no room for it."""
-        self._may_write = True
-        """No summary was made for the present question yet."""
         self._commands: dict[str, Callable[[str], object]] = {
             "new": self._begin,
             "system": self._set_system,
@@ -75,14 +111,23 @@ class PlainChat:
             "fit": self._fit,
             "compact": self._compact,
             "context": self._show_context,
+            "sampling": self._asked.run_sampling,
+            **{form: partial(self._asked.run_form, form) for form in ("schema", "regex", "choice")},
+            "model": self._asked.run_model,
+            "mcp": self._asked.run_tools,
             "export": self._export,
             "save": self._save,
             "help": lambda _: self._say(PLAIN_HELP),
         }
         self._doubts = Doubts((*self._commands, "quit"))
 
+    @property
+    def _client(self) -> EngineClient:
+        return self._asked.client
+
     def run(self) -> int:
         self._say(f"Chat with {self._client.model.model_id}. /help lists the commands.")
+        self._run(self._asked.start_tools())
         while (line := self._read()) is not None:
             name, _, argument = line.strip().partition(" ")
             if name == "/quit":
@@ -135,12 +180,13 @@ class PlainChat:
         self._ask(turn.question, turn.attachments)
 
     def _ask(self, question: str, files: tuple[Attachment, ...] = ()) -> None:
+        from termgen.commands.plain.plain_answer import StoppedError
+        from termgen.tools.text import result_chars
         from termgen.tui.chat.state.conversation import AnswerState
 
-        if sys.stdin.isatty():
-            self._say("Answer:")
         turn = self._chat.ask(question, now_s=time.perf_counter())
-        turn.attachments = files
+        turn.attachments, turn.form = files, self._asked.form
+        self._chat.result_chars = result_chars(self._client.model.max_model_len)
         try:
             stopped = self._run(self._answer(turn))
         except EngineDeadError:
@@ -148,59 +194,42 @@ class PlainChat:
         except ContextLengthError as error:
             self._chat.remove(turn)
             self._refuse(question, files, error)
+            return
+        except StoppedError:
+            stopped = True
         except TermgenError as error:
-            self._chat.remove(turn)
             self._say(f"No answer: {error}")
-        else:
-            self._refused = None
-            turn.end(AnswerState.STOPPED if stopped else AnswerState.DONE)
-            if stopped:
-                self._say("Stopped.")
-
-    # -- a context that is full ------------------------------------------------------------
+            if turn.rounds:  # what tools gave stays
+                turn.end(AnswerState.FAILED)
+            else:
+                self._chat.remove(turn)
+            return
+        self._refused = None
+        turn.end(AnswerState.STOPPED if stopped else AnswerState.DONE)
+        if stopped:
+            self._say("Stopped.")
+        self._say_form(turn)
 
     async def _answer(self, turn: Turn) -> bool:
         """Print the answer; returns whether Ctrl-C ended it."""
-        from termgen.tui.chat.state.full_context import cut_holder
-        from termgen.tui.paint.inline import PlainWriter
+        from termgen.commands.plain.plain_answer import PlainRounds
+        from termgen.tools.calls import MAX_ROUNDS
 
-        path = self._chat.turns
-        holder = cut_holder(path) if len(path) > 1 else turn
-        held, self._may_write = holder.cut, True
-        try:
-            await self._make_room(refused=False)
-            while True:
-                writer = PlainWriter(sys.stdout, is_cleaned=True)
-                messages = self._chat.prompt().messages
-                try:
-                    turn.answer, stopped = await stream_answer(
-                        self._client, messages, self._ui, writer, stats=turn.stats
-                    )
-                    return stopped
-                except ContextLengthError:
-                    if not await self._make_room(refused=True):
-                        raise
-        except ContextLengthError:
-            holder.cut = held  # it did not help
-            raise
+        params, is_labelled = self._asked.params_to_send(), sys.stdin.isatty()
+        rounds = PlainRounds(self._client, self._chat, self._tools, is_labelled=is_labelled)
+        if not await rounds.answer(turn, params):
+            words = f"The model has called tools {MAX_ROUNDS} times in a row"
+            self._say(f"{words}; its answer came without them.")
+        return rounds.is_stopped
 
-    async def _make_room(self, *, refused: bool) -> bool:
-        """Leave more out, with a line. False if there is nothing more, or it is not wanted."""
-        from termgen.tui.chat.state.full_context import make_room
+    def _say_form(self, turn: Turn) -> None:
+        from termgen.tui.chat.state.answer_form import fits, form_words
 
-        change = await make_room(
-            self._client,
-            self._chat,
-            max_tokens=self._ui.max_tokens,
-            write=self._write if self._may_write else None,
-            refused=refused,
-        )
-        if change is None:
-            return False
-        if change.fault:
-            self._say(f"The model's summary is not used: {change.fault}. /compact tries again.")
-        self._say_change(change)
-        return change.is_one
+        if turn.form is not None:
+            is_whole = fits(turn.form, turn.answer, turn.stats.finish_reason)
+            self._say(f"{form_words(turn.form)}: {'complete' if is_whole else 'not complete'}.")
+
+    # -- a context that is full ------------------------------------------------------------
 
     def _say_change(self, change: Change, *, is_full: bool = True) -> None:
         from termgen.tui.chat.state.context_policy import FULL, cut_notice
@@ -211,18 +240,9 @@ class PlainChat:
             self._say("\n".join(filter(None, cut_notice(change.after, is_new=is_new, why=why))))
 
     async def _write(self, wish: SummaryWish) -> Draft:
-        from termgen.tui.chat.state.context_policy import turns_words
-        from termgen.tui.chat.state.conversation import sampling_params
-        from termgen.tui.chat.state.summary import read_draft
+        from termgen.commands.plain.plain_answer import write_summary
 
-        self._may_write = False
-        which = turns_words(wish.first, wish.last)
-        self._say(f"The model summarises {which}. Ctrl-C stops it.")
-        params = sampling_params(self._client.model.default_params, self._ui)
-        with Interrupt(self._client):
-            return await read_draft(
-                self._client, wish, params, request_id=REQUEST_ID, show=lambda *_: None
-            )
+        return await write_summary(self._client, wish, self._asked.params)
 
     def _fit(self, argument: str) -> None:
         from termgen.tui.chat.state.context_policy import CHOSEN_WORDS, FIT_USAGE, FIT_WORDS
@@ -245,7 +265,12 @@ class PlainChat:
             return
         self._chat.is_summary_off = False
         context = FullContext(
-            self._client, self._chat, max_tokens=self._ui.max_tokens, is_asked=False
+            self._client,
+            self._chat,
+            max_tokens=self._asked.params.max_tokens,
+            with_tools=self._tools.offers.offerer(self._chat, self._client.model),
+            with_calls=self._tools.offers.shower(self._chat, self._client.model),
+            is_asked=False,
         )
         change = self._run(context.compact(self._write, focus))
         if change.is_one:
@@ -257,19 +282,18 @@ class PlainChat:
     def _show_context(self, _argument: str) -> None:
         from termgen.tui.chat.state.context_meter import MeterReader, meter_lines
 
-        read = partial(MeterReader().read, max_tokens=self._ui.max_tokens)
+        read = partial(MeterReader().read, max_tokens=self._asked.params.max_tokens)
         self._say("\n".join(meter_lines(self._run(read(self._client, self._chat)))))
 
     # -- files ----------------------------------------------------------------------------
 
     def _export(self, argument: str) -> None:
         from termgen.tui.chat.saved import chat_records as records
-        from termgen.tui.chat.state.conversation import sampling_params
 
         if not self._chat.turns:
             self._say("There is nothing to export yet.")
             return
-        params = sampling_params(self._client.model.default_params, self._ui)
+        params = self._asked.params
         try:
             wanted = records.parse_export(argument)
             session = records.session_record(self._chat, params)
@@ -329,10 +353,7 @@ class PlainChat:
         while True:
             if sys.stdin.isatty():
                 print("You: " if not lines else "more: ", end="", flush=True)
-            try:
-                line = sys.stdin.readline()
-            except UnicodeDecodeError:
-                raise ConfigError("standard input is not UTF-8 text") from None
+            line = self._lines.read()
             if not line:
                 if sys.stdin.isatty():
                     print()
@@ -341,8 +362,3 @@ class PlainChat:
             if not line.endswith("\\"):
                 return "\n".join([*lines, line])
             lines.append(line[:-1])
-
-    def _say(self, text: str) -> None:
-        from termgen.tui.paint.sanitize import clean
-
-        print(clean(text), flush=True)

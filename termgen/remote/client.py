@@ -49,7 +49,7 @@ ANSWER_S = 10.0
 SILENCE_S = 600.0
 """Read timeout of a generation: prefilling a long prompt on a slow machine takes minutes."""
 MAX_ERROR_BYTES = 65_536
-KEPT_FACTS = ("model_id", "reads_calls", "holds_calls")
+KEPT_FACTS = ("model_id", "reads_calls", "holds_calls", "counts_tokens")
 """Facts of a model that hold for this client, whatever the server says of its engine."""
 
 

@@ -92,4 +92,5 @@ def model_info(url: str, model: RemoteModel) -> ModelInfo:
         unsent_params=unsent_params(dialect_of(model.owner)),
         reads_calls=True,
         holds_calls=dialect_of(model.owner) is Dialect.TERMGEN,
+        counts_tokens=dialect_of(model.owner).knows_all,
     )

@@ -58,6 +58,8 @@ class ModelInfo:
     """A remote server takes `tools` as they are, and tool calls out of the text."""
     holds_calls: bool = False
     """That server holds the arguments of `strict` tools to their schemas."""
+    counts_tokens: bool = True
+    """The tokens of a text can be asked for; not every remote server tells them."""
     num_drafts: int = 0
     """Most tokens of a request that are guessed in a step; 0 for a remote server, too."""
 

@@ -14,6 +14,8 @@ LEAST_MS, MOST_MS = 1e-3, 1e6
 """Range of the bins: a microsecond to a quarter of an hour."""
 FINE, COARSE = 1.02, 1.1
 """Ratio of neighbouring bins: percentiles are right to half of what lies between, 1% and 5%."""
+LONG_MS = 200.0
+"""A wait from here on is felt."""
 
 
 class Spread(NamedTuple):
@@ -22,6 +24,13 @@ class Spread(NamedTuple):
     p50: float | None = None
     p95: float | None = None
     p99: float | None = None
+
+
+class LongTimes(NamedTuple):
+    num_long: int = 0
+    """Times of `LONG_MS` or more."""
+    num: int = 0
+    """All times."""
 
 
 class TimeSpread:
@@ -48,8 +57,7 @@ class TimeSpread:
         at = at_ns // self._width_ns
         self._reach(int(at.max()))
         known = at > self._newest - self._size
-        scale = np.log(np.maximum(took_ms, LEAST_MS) / LEAST_MS) / math.log(self._growth)
-        bins = np.minimum(scale.astype(np.int64), self._counts.shape[1] - 1)
+        bins = np.minimum(bins_of(took_ms, self._growth), self._counts.shape[1] - 1)
         more = np.broadcast_to(np.asarray(times, np.int32), bins.shape)
         places = at[known] % self._size * self._counts.shape[1] + bins[known]
         np.add.at(self._counts.reshape(-1), places, more[known])
@@ -63,13 +71,24 @@ class TimeSpread:
 
     def spread(self, now_ns: int, last_s: int) -> Spread:
         """The distribution over the last seconds."""
-        last = now_ns // self._width_ns
-        upto = np.cumsum(self.counts(last, last_s * SECOND_NS // self._width_ns).sum(axis=0))
+        upto = self._upto(now_ns, last_s)
         if not upto[-1]:
             return Spread()
         ranks = np.ceil(np.array(self.QS) / 100 * upto[-1])
         bins = np.searchsorted(upto, ranks)
         return Spread(*(LEAST_MS * self._growth ** (bins + 0.5)).tolist())
+
+    def num_long(self, now_ns: int, last_s: int) -> LongTimes:
+        """How many times of the last seconds were `LONG_MS` or more, to within a bin."""
+        upto = self._upto(now_ns, last_s)
+        first = int(bins_of(np.array(LONG_MS), self._growth))
+        return LongTimes(int(upto[-1] - upto[first - 1]), int(upto[-1]))
+
+    def _upto(self, now_ns: int, last_s: int) -> npt.NDArray[np.int64]:
+        """How many times of the last seconds were in each bin or one before."""
+        last, number = now_ns // self._width_ns, last_s * SECOND_NS // self._width_ns
+        upto: npt.NDArray[np.int64] = np.cumsum(self.counts(last, number).sum(axis=0))
+        return upto
 
     def counts(self, last: int, number: int) -> npt.NDArray[np.int32]:
         """[number, bins]: histograms up to number `last`, oldest first; 0 where none is kept."""
@@ -83,6 +102,12 @@ class TimeSpread:
         """Take the place of all that was counted: the result of `counts` elsewhere."""
         self._newest = last
         self._counts[np.arange(last - len(counts) + 1, last + 1) % self._size] = counts
+
+
+def bins_of(took_ms: npt.NDArray[np.float64], growth: float) -> npt.NDArray[np.int64]:
+    """The bin of each time; the longest are beyond the last one."""
+    scale = np.log(np.maximum(took_ms, LEAST_MS) / LEAST_MS) / math.log(growth)
+    return scale.astype(np.int64)
 
 
 def num_bins(growth: float) -> int:

@@ -22,9 +22,12 @@ from fake_engine import FakeEngine, Script, make_model_info
 from server_harness import ANSWER, serving
 from test_generate_remote import in_thread, loading_until_asked
 
+from termgen.commands.launch import EngineHolder
 from termgen.commands.plain_chat import PLAIN_HELP, run_plain
-from termgen.config import UIConfig
+from termgen.commands.shelf.local_shelf import LocalShelf
+from termgen.config import EngineConfig, UIConfig
 from termgen.errors import ContextLengthError, EngineError
+from termgen.tools.toolbox import Toolbox
 from termgen.tui.chat.saved.chat_records import read_chat
 
 
@@ -40,6 +43,9 @@ def chat(
     typed: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    *,
+    toolbox: Toolbox | None = None,
+    shelf: Any = None,
     **ui: str,
 ) -> str:
     stopped: list[bool] = []
@@ -51,7 +57,8 @@ def chat(
         stopped.append(True)
 
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    assert run_plain(start, stop, UIConfig(**ui)) == 0
+    shelf = shelf or LocalShelf(EngineHolder(EngineConfig()))
+    assert run_plain(start, stop, UIConfig(**ui), shelf, toolbox=toolbox) == 0
     assert stopped == [True]
     shown = capsys.readouterr().out
     assert all(c.isprintable() or c == "\n" for c in shown)

@@ -294,7 +294,7 @@ ARCHITECTURES_OF = {
 }
 """The class in a folder's config.json and the architecture in a GGUF file, by the beginning of the
 model's name, the longest that fits; no architecture: from safetensors only."""
-ALL_WEIGHTS = {"gemma-4-e2b-q4": 5.1, "gemma-4-e4b-q4": 8.0}
+ALL_WEIGHTS = {"gemma-4-e2b": 5.1, "gemma-4-e4b": 8.0}
 """Billions, of models whose names count the effective ones."""
 
 
@@ -316,7 +316,9 @@ def test_every_model_is_of_a_kind_that_runs(model: catalog.CatalogModel) -> None
 def test_names_files_and_sizes_agree(model: catalog.CatalogModel) -> None:
     number, unit = re.findall(r"-e?([0-9.]+)([mb])(?=-|$)", model.name)[-1]
     size = f"{number}{unit}"
-    billions = ALL_WEIGHTS.get(model.name, float(number) / (1000 if unit == "m" else 1))
+    billions = ALL_WEIGHTS.get(
+        model.name.removesuffix("-q4"), float(number) / (1000 if unit == "m" else 1)
+    )
     repository = model.hub_id.split("/")[1].lower()
     assert size in repository
     bits = model.hub_bytes * 8 / (billions * 1e9)

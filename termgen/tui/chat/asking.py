@@ -3,105 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
 
 from textual.content import Content
 
 from termgen.client import EngineClient
 from termgen.config import UIConfig
 from termgen.errors import RequestError
+from termgen.tui.chat.asked.asked_with import AskedWith
 from termgen.tui.chat.panels import SamplingPanel
-from termgen.tui.chat.saved.chat_records import restored_params
 from termgen.tui.chat.state import attachments as files
 from termgen.tui.chat.state import documents
-from termgen.tui.chat.state.answer_form import form_words, parse_form
 from termgen.tui.chat.state.attachments import Attachment
-from termgen.tui.chat.state.conversation import sampling_params
-from termgen.tui.chat.state.sampling_fields import FIELDS, changes, without
 from termgen.tui.chat.view import ChatView
 from termgen.tui.chat.widgets.chat_rows import attachment_words
 from termgen.tui.chat.widgets.file_tokens import Chip, FileTokens
 from termgen.tui.paint.sanitize import clean_line
 from termgen.tui.paint.spans import cut
 from termgen.vocabulary.sampling_params import SamplingParams
-from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
 
-class Settings:
-    """The model that answers, and the sampling parameters and the form that it is asked with."""
+class Settings(AskedWith):
+    """The same in a chat with a screen."""
 
     def __init__(
         self, view: ChatView, client: EngineClient, ui: UIConfig, *, on_change: Callable[[], None]
     ) -> None:
+        super().__init__(client, ui)
         self._view = view
-        self._ui = ui
         self._on_change = on_change
-        self.client = client
-        self.own, self.defaults = self._defaults_of(client)
-        """The model's own parameters; the same with the user's settings on top."""
-        self.params = self.defaults
-
-    @property
-    def form(self) -> StructuredOutputsParams | None:
-        """Form that the next answers must have."""
-        return self.params.structured_outputs
-
-    def set_client(self, client: EngineClient) -> None:
-        """Take another model. Parameters that the user has set stay, others become its own."""
-        params = self.params_for(client)
-        self.client = client
-        self.own, self.defaults = self._defaults_of(client)
-        self.params = params
-
-    def params_for(self, client: EngineClient) -> SamplingParams:
-        """What another model is asked with: its own parameters, but for those that the user has
-        set."""
-        kept = {
-            name: getattr(self.params, name)
-            for name in (*FIELDS, "structured_outputs")
-            if getattr(self.params, name) != getattr(self.defaults, name)
-        }
-        return replace(self._defaults_of(client)[1], **kept)
-
-    def _defaults_of(self, client: EngineClient) -> tuple[SamplingParams, SamplingParams]:
-        own = client.model.default_params
-        return sampling_params(own, UIConfig()), sampling_params(own, self._ui)
-
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Take the parameters of a chat that is opened. The form stays."""
-        self.params = restored_params(kept, replace(self.defaults, structured_outputs=self.form))
 
     def set(self, params: SamplingParams) -> None:
-        self.params = params
+        super().set(params)
         self._on_change()
 
-    def sent(self) -> tuple[SamplingParams, tuple[str, ...]]:
-        """The parameters that the server knows, and the values of the user's that it does not."""
-        return without(self.params, self.client.model.unsent_params)
-
-    def changed_words(self) -> tuple[str, ...]:
-        """The form and the changed parameters, for the status line."""
-        form = (form_words(self.form),) if self.form is not None else ()
-        return (*form, *changes(self.sent()[0], self.defaults))
-
     def set_form(self, command: str, argument: str) -> None:
-        """`/schema`, `/regex`, `/choice`: show, set or remove the form of answers."""
-        if argument in ("", "off"):
-            if argument:
-                self.set(replace(self.params, structured_outputs=None))
-            asked = f"Answers are asked for as {form_words(self.form)}." if self.form else ""
-            self._view.note(asked or "Answers may look like anything.")
-            return
+        """`/schema`, `/regex`, `/choice`."""
         try:
-            form = parse_form(command, argument)
+            words = self.choose_form(command, argument)
         except RequestError as error:
             self._view.refuse(error)
-            return
-        self.set(replace(self.params, structured_outputs=form))
-        self._view.note(f"Answers now follow it: {form_words(form)}. `/{command} off` ends that.")
+        else:
+            self._view.note(words)
 
     def open_panel(self) -> None:
         def use(params: SamplingParams | None) -> None:

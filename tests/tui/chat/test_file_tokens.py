@@ -9,6 +9,7 @@ import pytest
 from fake_engine import FakeEngine, Script, make_memory_ledger
 from foreign_server import foreign_server
 from remote_chat import chat_of, remote_app
+from server_harness import serving
 from tui_harness import FrozenApp, ask, chat_engine, ready, type_text, wait_until
 
 from termgen.errors import EngineError
@@ -45,7 +46,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def edge(app: Any) -> str:
-    return str(app.chat.prompt.border_title or "")
+    return edge_of(app.chat)
+
+
+def edge_of(chat: Any) -> str:
+    return str(chat.prompt.border_title or "")
 
 
 async def test_tokens_are_counted_once_and_again_when_the_file_changes(
@@ -84,17 +89,32 @@ async def test_what_cannot_be_counted_has_its_bytes(
         await type_text(pilot, "see @picture.bin @a.py ")
         await wait_until(pilot, lambda: len(counting.texts) == 1)
         await pilot.pause(0.2)
-        assert edge(app) == "▤ picture.bin 2  ▤ a.py 1.2k"
+        assert edge(app) == "▤ picture.bin 2B  ▤ a.py 1.2kB"
         assert len(counting.texts) == 1, "it is not tried again and again"
         assert not app._notifications
 
 
-async def test_nothing_of_a_file_goes_to_a_server_before_the_question(folder: Path) -> None:
+async def test_a_server_of_ours_counts_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    counting = Counting(engine, monkeypatch)
+    async with serving(engine) as server:
+        app = remote_app(server.url)
+        async with app.run_test(size=SIZE) as pilot:
+            chat = await chat_of(app, pilot)
+            chat.prompt.insert("why @a.py ")
+            await wait_until(pilot, lambda: edge_of(chat) == "▤ a.py 1.2k tok")
+            chat.prompt.insert("does it loop?")
+            await pilot.pause(0.2)
+        assert counting.texts == [with_name(read_file("a.py"))], "once, and as it will be sent"
+    assert not engine.calls
+
+
+async def test_nothing_of_a_file_goes_to_other_servers_before_the_question(folder: Path) -> None:
     async with foreign_server() as server:
         app = remote_app(server.url)
         async with app.run_test(size=SIZE) as pilot:
             chat = await chat_of(app, pilot)
             chat.prompt.insert("why @a.py ")
             await pilot.pause(0.3)
-            assert str(chat.prompt.border_title) == "▤ a.py 1.2k"
+            assert edge_of(chat) == "▤ a.py 1.2kB"
         assert set(server.paths) <= {"/v1/models", "/v1/events"}

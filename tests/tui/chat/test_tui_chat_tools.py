@@ -160,7 +160,7 @@ async def test_a_file_is_completed_shown_and_sent(folder: Path) -> None:
         assert not completion.display and app.focused is app.chat.prompt
         await pilot.press("enter")
         await wait_until(pilot, lambda: "ok" in shown(app))
-        assert "▎ why @scheduler.py\n▎ ▤ scheduler.py 1.2k\n" in shown(app)
+        assert "▎ why @scheduler.py\n▎ ▤ scheduler.py 1.2kB\n" in shown(app)
         assert "x = 1" not in shown(app)
         content = sent_messages(engine)[0]["content"]
         assert content.startswith("scheduler.py:\n```py\nx = 1\n")
@@ -193,7 +193,7 @@ async def test_files_are_attached_and_dropped_by_command(folder: Path) -> None:
     async with app.run_test(size=SIZE) as pilot:
         await ready(app, pilot)
         await ask(app, pilot, "/attach notes.md", wait=False)
-        assert app.chat.prompt.border_title == "▤ notes.md 6"
+        assert app.chat.prompt.border_title == "▤ notes.md 6B"
         await ask(app, pilot, "/attach picture.bin", wait=False)
         assert "picture.bin is a binary file" in told(app)
         await ask(app, pilot, "/attach gone", wait=False)
@@ -228,7 +228,7 @@ async def test_files_of_a_refused_question_come_back(folder: Path) -> None:
         await ask(app, pilot, "/attach notes.md", wait=False)
         await ask(app, pilot, "see @scheduler.py")
         assert app.chat.prompt.text == "see @scheduler.py"
-        assert app.chat.prompt.border_title == "▤ notes.md 6  ▤ scheduler.py 1.2k"
+        assert app.chat.prompt.border_title == "▤ notes.md 6B  ▤ scheduler.py 1.2kB"
         text = app.chat.transcript.plain_text
         assert "/attach off leaves the files" in text and "oldest turns" not in text
 
@@ -242,13 +242,13 @@ async def test_a_paste_of_a_megabyte_becomes_a_file() -> None:
         app.post_message(Paste(text))
         await pilot.pause()
         assert app.chat.prompt.text == ""
-        assert app.chat.prompt.border_title == "▤ pasted-1.txt 1.0M"
+        assert app.chat.prompt.border_title == "▤ pasted-1.txt 1.0MB"
         app.post_message(Paste("x" * MAX_BYTES))
         await pilot.pause()
         assert "at most 2.0 MiB" in told(app)
         engine._script = Script(raises=ContextLengthError("too long"))
         await ask(app, pilot, "sum it up")
-        assert app.chat.prompt.border_title == "▤ pasted-1.txt 1.0M"
+        assert app.chat.prompt.border_title == "▤ pasted-1.txt 1.0MB"
         content = sent_messages(engine)[0]["content"]
         assert len(content) > len(text) and "pasted-1.txt:\n```txt\nline of text\n" in content
 

@@ -85,11 +85,11 @@ async def test_the_border_lists_the_files_that_are_named() -> None:
         await ready(app, pilot)
         app.chat.prompt.insert('@here.py and @gone.py and @"two words.txt"')
         await pilot.pause()
-        assert app.chat.prompt.border_title == "▤ here.py 6  ▤ two words.txt 6"
+        assert app.chat.prompt.border_title == "▤ here.py 6B  ▤ two words.txt 6B"
         await ask(app, pilot, "/attach here.py")
         app.chat.prompt.text = "again @here.py"
         await pilot.pause()
-        assert app.chat.prompt.border_title == "▤ here.py 6", "once"
+        assert app.chat.prompt.border_title == "▤ here.py 6B", "once"
         app.chat.prompt.text = "@nothing here.py"
         await ask(app, pilot, "/attach off")
         await pilot.pause()

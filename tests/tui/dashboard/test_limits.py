@@ -13,9 +13,10 @@ from termgen.tui.dashboard.pages.overview import limit_spans, numbers_lines
 from termgen.tui.dashboard.state.limits import Limit, limit_of, why_slow_start
 from termgen.tui.dashboard.state.store import DashboardStore, DashboardView, HostReading
 from termgen.tui.paint.spans import row_text
-from termgen.vocabulary.events import StepRecord
+from termgen.vocabulary.engine_history import EngineHistory
+from termgen.vocabulary.events import RequestEvent, RequestEventKind, StepRecord
 from termgen.vocabulary.memory_ledger import GIB, HostExperts, WeightReads
-from termgen.vocabulary.time_spread import Spread
+from termgen.vocabulary.time_spread import LongTimes, Spread
 
 MEMORY = make_memory_ledger(weights_bytes=15 * GIB, kv_cache_bytes=40 * GIB)
 
@@ -194,12 +195,34 @@ def test_old_steps_do_not_count_but_the_last_one_may_be_long() -> None:
 
 
 def test_a_queue_explains_a_slow_start() -> None:
-    view = replace(run({}), ttft=Spread(1.0, 6100.0, 7000.0), queue=Spread(1.0, 5700.0, 6000.0))
-    assert why_slow_start(view) == "first tokens take up to 6.10 s, 5.70 s of it in the queue"
-    for queue in (2000.0, None):
-        assert why_slow_start(replace(view, queue=Spread(1.0, queue, 9000.0))) == ""
+    queue = Spread(1.0, 5700.0, 6000.0)
+    view = replace(run({}), ttft=Spread(1.0, 6100.0, 7000.0), queue=queue, queued=LongTimes(4, 12))
+    words = "TTFT is up to 6.10 s because 4 of 12 requests waited, up to 5.70 s"
+    assert why_slow_start(view) == words
+    for p95 in (2000.0, None):
+        assert why_slow_start(replace(view, queue=queue._replace(p95=p95))) == ""
     short = replace(view, ttft=Spread(1.0, 150.0, 160.0), queue=Spread(1.0, 140.0, 150.0))
     assert why_slow_start(short) == ""
+
+
+@pytest.mark.parametrize("window_s", [None, 3600])
+def test_requests_that_waited_are_counted(window_s: int | None) -> None:
+    """Eight had a slot at once, and four after five seconds."""
+    history = EngineHistory()
+    store = DashboardStore(started_ns=0, history=history)
+    kinds, begin = RequestEventKind, NOW_NS - 20 * SECOND
+    events = []
+    for number in range(12):
+        wait_ns = (number % 3 == 0) * 5 * SECOND
+        for kind, after in ((kinds.QUEUED, 0), (kinds.SCHEDULED, 1), (kinds.FIRST_TOKEN, 2)):
+            at_ns = begin + after * SECOND // 50 + (wait_ns if after else 0)
+            events.append(RequestEvent(at_ns, f"r{number}", kind, 12, 0, 0))
+    events.sort(key=lambda event: event.time_ns)
+    store.apply(events)
+    history.add(events)
+    view = store.view(NOW_NS, window_s=window_s)
+    assert view.queued == LongTimes(4, 12)
+    assert "because 4 of 12 requests waited, up to " in why_slow_start(view)
 
 
 def test_the_line_takes_the_longest_form_that_fits() -> None:

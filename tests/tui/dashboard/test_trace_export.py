@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import os
+import subprocess
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -11,8 +14,18 @@ from trace_reader import Trace
 from tui_harness import SECOND, FrozenApp, chat_engine, feed_dashboard, ready, wait_until
 
 from termgen.tui.dashboard import trace_export
+from termgen.tui.dashboard.state.store import DashboardView
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.step_figures import BUCKET_NS
+
+TRACE_PROCESSOR = os.environ.get("TRACE_PROCESSOR")
+"""Perfetto's `trace_processor_shell`."""
+SLICES = """
+SELECT thread.name AS track, slice.name AS name, SUM(slice.dur) AS ns, COUNT(*) AS num,
+       MAX(slice.dur) AS longest
+FROM slice JOIN thread_track ON slice.track_id = thread_track.id JOIN thread USING (utid)
+GROUP BY thread.name, slice.name;
+"""
 
 
 def notes(app: FrozenApp) -> str:
@@ -50,10 +63,8 @@ async def test_x_writes_the_steps_up_to_the_marked_one(
         assert str(second) in notes(app)
 
 
-async def test_a_trace_has_the_sums_that_the_dashboard_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+async def exported(folder: Path) -> tuple[Path, DashboardView]:
+    """A trace that `x` wrote, and what the dashboard showed."""
     app = FrozenApp(chat_engine(), start_screen="dashboard")
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -61,9 +72,17 @@ async def test_a_trace_has_the_sums_that_the_dashboard_shows(
         app.now_ns += SECOND  # so that the newest point of the series is full
         await app.dashboard.refresh_view()
         await pilot.press("x")
-        await wait_until(pilot, lambda: len(traces(tmp_path)) == 1 and "perfetto" in notes(app))
+        await wait_until(pilot, lambda: len(traces(folder)) == 1 and "perfetto" in notes(app))
         view = app.dashboard.view
-    trace = Trace(traces(tmp_path)[0])
+    return traces(folder)[0], view
+
+
+async def test_a_trace_has_the_sums_that_the_dashboard_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, view = await exported(tmp_path)
+    trace = Trace(file)
     device = [
         (end - begin, event["args"])
         for key, slices in trace.slices.items()
@@ -84,6 +103,32 @@ async def test_a_trace_has_the_sums_that_the_dashboard_shows(
     assert blocks["used"] == view.num_used_blocks and blocks["free"] == view.num_free_blocks
     finished = {e["id"] for e in trace.events if e["ph"] == "e" and "reason" in e.get("args", {})}
     assert finished == {row.request_id for row in view.requests if row.finished} != set()
+
+
+@pytest.mark.skipif(
+    TRACE_PROCESSOR is None, reason="needs TRACE_PROCESSOR=path of Perfetto's trace_processor_shell"
+)
+async def test_perfetto_reads_the_same_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, view = await exported(tmp_path)
+    (tmp_path / "slices.sql").write_text(SLICES)
+    argv = [str(TRACE_PROCESSOR), "--query-file", "slices.sql", str(file)]
+    read = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert read.returncode == 0, read.stderr
+    rows = list(csv.DictReader(line for line in read.stdout.splitlines() if line))
+    assert rows, read.stdout
+    sums, device = Counter[tuple[str, str]](), Counter[str]()
+    for row in rows:
+        kind = row["track"].split()[0]
+        sums[kind, row["name"]] += int(row["ns"])
+        if kind == "device":
+            device["steps"] += int(row["num"])
+            device["longest"] = max(device["longest"], int(row["longest"]))
+    assert sums == Trace(file).durations_ns
+    assert device["steps"] == len(view.steps)
+    assert device["longest"] / 1e6 == pytest.approx(view.series.step_ms.max())
 
 
 def num_steps(trace: Trace) -> int:

@@ -69,9 +69,9 @@ def question_rows(text: str, attachments: Sequence[Attachment], width: int) -> l
 
 
 def attachment_words(name: str, num_bytes: int, num_tokens: int = 0) -> str:
-    """`▤ scheduler.py 1.2k tok`: a file's name and tokens, or `4.1k`, its bytes, where those are
+    """`▤ scheduler.py 1.2k tok`: a file's name and tokens, or `4.1kB`, its bytes, where those are
     not known."""
-    size = f"{count(num_tokens)} tok" if num_tokens else count(num_bytes)
+    size = f"{count(num_tokens)} tok" if num_tokens else f"{count(num_bytes)}B"
     return f"▤ {clean_line(name)} {size}"
 
 

@@ -1,7 +1,7 @@
 """The tokens of files that are to go with a question, counted beside the screen.
 
-An engine of the chat's own counts them. A server elsewhere does not: nothing of a file is sent to
-it before the question is.
+An engine of the chat's own counts them, or the server (`/tokenize`), where it is a termgen or a
+vLLM. To any other nothing of a file is sent before the question is.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FileTokens:
         """Have those counted that are not yet, but for documents, which are read when the question
         is sent."""
         client = self._client()
-        if client.model.memory is None:  # an engine elsewhere
+        if not client.model.counts_tokens:
             return
         missing = [
             chip

@@ -336,7 +336,7 @@ class SessionPanel(Container):
             brief_key_of(self, f"sessions.{name}") for name in ("open", "rename", "delete")
         )
         delete = "del" if delete == "delete" else delete
-        self.border_subtitle = f"{open_} open {rename} rename {delete} delete"
+        self.border_subtitle = f"{open_} open  {rename} rename  {delete} delete"
 
     def type(self, text: str) -> None:
         """Text typed in the list goes to the search field. A leading slash only opens the field."""

@@ -17,6 +17,7 @@ from termgen.tui.dashboard.state.store import DashboardView
 from termgen.tui.paint.formatting import count, percent, plural, took
 from termgen.vocabulary.events import StepRecord
 from termgen.vocabulary.memory_ledger import MemoryLedger, size
+from termgen.vocabulary.time_spread import LONG_MS
 
 WINDOW_NS = 2_000_000_000
 """Steps that ended within it speak for now."""
@@ -36,7 +37,7 @@ LATE_SHARE = 0.05
 WAITING_SHARE = 0.5
 """Requests waited at the end of this share of the steps, at least, before a queue is the limit: one
 that empties is none."""
-QUEUED_SHARE, QUEUED_MS = 0.5, 200.0
+QUEUED_SHARE = 0.5
 """Time in the queue, of the time to the first token, that explains the latter."""
 PLACES, BLOCKS, GRAMMAR = (
     "all places taken",
@@ -107,9 +108,10 @@ def limit_of(view: DashboardView, memory: MemoryLedger | None) -> Limit | None:
 def why_slow_start(view: DashboardView) -> str:
     """A sentence on the time to the first token, where most of it was spent in the queue."""
     ttft, queue = view.ttft.p95, view.queue.p95
-    if ttft is None or queue is None or queue < max(QUEUED_MS, QUEUED_SHARE * ttft):
+    if ttft is None or queue is None or queue < max(LONG_MS, QUEUED_SHARE * ttft):
         return ""
-    return f"first tokens take up to {took(ttft)}, {took(min(queue, ttft))} of it in the queue"
+    waited = f"{count(view.queued.num_long)} of {plural(view.queued.num, 'request')}"
+    return f"TTFT is up to {took(ttft)} because {waited} waited, up to {took(min(queue, ttft))}"
 
 
 def _recent(view: DashboardView) -> _Steps | None:

@@ -36,7 +36,7 @@ from termgen.vocabulary.step_figures import (
     StepFigures,
     Values,
 )
-from termgen.vocabulary.time_spread import Spread
+from termgen.vocabulary.time_spread import LongTimes, Spread
 
 MAX_SIZES = 512
 """Sizes and reasons kept apart; an engine records far fewer."""
@@ -202,6 +202,8 @@ class DashboardView:
     ttft: Spread
     queue: Spread
     """Time from a request's arrival until it had a slot."""
+    queued: LongTimes
+    """Requests that had a slot within the window of `queue`."""
     num_running: int
     num_waiting: int
     num_finished: int
@@ -510,6 +512,7 @@ def figures_of(
         "gap": figures.gaps.spread(now_ns, short),
         "ttft": figures.waits[TTFT_MS].spread(now_ns, long),
         "queue": figures.waits[QUEUE_MS].spread(now_ns, long),
+        "queued": figures.waits[QUEUE_MS].num_long(now_ns, long),
     }
 
 
