@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from termgen.errors import TermgenError
+from termgen.vocabulary.device.pooling import FloatVector, PoolingParams
 from termgen.vocabulary.events import EngineSnapshot, EventRing
 from termgen.vocabulary.grammar_times import GrammarTotals
 from termgen.vocabulary.model_info import ModelInfo as ModelInfo
@@ -178,6 +179,8 @@ class TokenDelta:
     drafted: tuple[tuple[int, int], ...] = ()
     """(start, end) of the parts of `text` that came as guessed tokens which stayed, where the
     engine runs in this process. A character of several tokens counts for its last one."""
+    vector: FloatVector | None = field(default=None, compare=False)
+    """Set on the last and only delta of a request with `pooling`."""
     calls: tuple[CallPiece, ...] = ()
     """Tool calls, where a remote server takes them out of the text; else they are in `text`."""
 
@@ -234,8 +237,12 @@ class GenerationClient(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
         client: str = "",
+        pooling: PoolingParams | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Stream one request's deltas; with `params.n` > 1 the completions are interleaved.
+
+        pooling: no tokens are wanted, but a vector of the prompt, which one delta brings. Of the
+        parameters only `truncate_prompt_tokens` counts then.
 
         client: an id for fairness: clients of one process take turns when grammars are compiled. A
         remote engine ignores it, as its server identifies its clients.
@@ -368,6 +375,7 @@ class GenerationOnly:
         priority: int = 0,
         cache_salt: str | None = None,
         client: str = "",
+        pooling: PoolingParams | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         return self._engine.generate(
             prompt,
@@ -376,6 +384,7 @@ class GenerationOnly:
             priority=priority,
             cache_salt=cache_salt,
             client=client,
+            pooling=pooling,
         )
 
     async def abort(self, request_id: str) -> bool:

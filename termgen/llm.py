@@ -20,12 +20,19 @@ from tqdm import tqdm
 from termgen.client import ChatPrompt, Message, ModelInfo, Prompt, SleepLevel
 from termgen.config import EngineConfig
 from termgen.engine.loop.engine import SyncEngine
-from termgen.engine.text.output import RequestOutput, RequestOutputBuilder
+from termgen.engine.text.request_output import (
+    EmbeddingOutput,
+    EmbeddingOutputBuilder,
+    OutputBuilder,
+    RequestOutput,
+    RequestOutputBuilder,
+)
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import ConfigError, EngineError, RequestError
 from termgen.library.catalog import ensure_model
 from termgen.library.progress import TerminalProgress
 from termgen.system.cpu_slices import quick_lock
+from termgen.vocabulary.device.pooling import PoolingParams
 from termgen.vocabulary.request import GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -109,6 +116,42 @@ class LLM:
         ]
         return self._run(inputs, sampling_params, use_tqdm=use_tqdm)
 
+    def embed(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingOutput]:
+        """A vector of each prompt, as the model's files say; in the order of the prompts.
+
+        dimensions: keep so many numbers of each. prompt_name: one of the texts in the model's files
+        that go in front. pooling_params: other than what the files say. truncate_prompt_tokens: cut
+        longer prompts; -1: to what fits. Raises `RequestError` for a bad prompt before anything
+        runs, and the cause of a request that the engine failed.
+        """
+        info = self.model.pooling
+        pooling = pooling_params or info.params(dimensions)
+        if pooling_params is not None and dimensions is not None:
+            raise RequestError("pooling_params has its own dimensions", param="dimensions")
+        front = info.text(prompt_name)
+        params = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        inputs = [_read_prompt(prompt) for prompt in _as_list(prompts)]
+        if front:
+            inputs = [
+                replace(i, prompt=front + i.prompt) if isinstance(i.prompt, str) else i
+                for i in inputs
+            ]
+        inputs = [replace(i, pooling=pooling) for i in inputs]
+        self._check_open()
+        requests = [self._request(i, given, params) for i, given in enumerate(inputs)]
+        builders = {r.request_id: EmbeddingOutputBuilder(r.prompt_token_ids) for r in requests}
+        self._run_all(requests, builders, use_tqdm=use_tqdm)
+        return [builder.build() for builder in builders.values()]
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises `ConfigError` if there is none."""
         if self._engine.tokenizer is None:
@@ -152,10 +195,7 @@ class LLM:
     def _run(
         self, inputs: Sequence[_Input], sampling_params: Params, *, use_tqdm: bool
     ) -> list[RequestOutput]:
-        if not self._is_open:
-            raise EngineError("this LLM has been shut down")
-        if self._engine.sleep_level:
-            raise EngineError("this LLM sleeps; call wake_up first")
+        self._check_open()
         params = self._params_for(len(inputs), sampling_params)
         requests = [self._request(i, inputs[i], params[i]) for i in range(len(inputs))]
         builders = {
@@ -167,6 +207,24 @@ class LLM:
             )
             for request, given in zip(requests, inputs, strict=True)
         }
+        self._run_all(requests, builders, use_tqdm=use_tqdm)
+        outputs = [builder.build() for builder in builders.values()]
+        _warn_of_failures(outputs)
+        return outputs
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise EngineError("this LLM has been shut down")
+        if self._engine.sleep_level:
+            raise EngineError("this LLM sleeps; call wake_up first")
+
+    def _run_all(
+        self,
+        requests: Sequence[GenerationRequest],
+        builders: Mapping[str, OutputBuilder],
+        *,
+        use_tqdm: bool,
+    ) -> None:
         try:
             for request in requests:
                 self._engine.add(request)
@@ -177,9 +235,6 @@ class LLM:
             for request in requests:
                 self._engine.abort(request.request_id)
             raise
-        outputs = [builder.build() for builder in builders.values()]
-        _warn_of_failures(outputs)
-        return outputs
 
     def _params_for(self, count: int, given: Params) -> Sequence[SamplingParams]:
         if given is None:
@@ -207,14 +262,13 @@ class LLM:
                 request_id=str(next(self._ids)),
                 priority=given.priority,
                 cache_salt=given.cache_salt,
+                pooling=given.pooling,
             )
         except RequestError as error:
             error.add_note(f"in prompt {index}")
             raise
 
-    def _step_until_done(
-        self, builders: Mapping[str, RequestOutputBuilder], *, use_tqdm: bool
-    ) -> None:
+    def _step_until_done(self, builders: Mapping[str, OutputBuilder], *, use_tqdm: bool) -> None:
         num_tokens = 0
         with tqdm(total=len(builders), desc="requests", disable=not use_tqdm) as bar:
             while self._engine.has_unfinished:
@@ -236,6 +290,7 @@ class _Input:
     prompt: Prompt
     cache_salt: str | None = None
     priority: int = 0
+    pooling: PoolingParams | None = None
 
 
 def _engine_config(model: str | None, options: Mapping[str, Any]) -> EngineConfig:

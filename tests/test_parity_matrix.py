@@ -2,9 +2,9 @@
 {with drafts}, in any of the engine's exact or rounded KV caches.
 
 Every request asks for something else: penalties, log-probabilities, seeds, stop strings, a schema,
-and mixes. What the schema forces is computed together with other tokens in every cell.
-What it says alone, one step at a time, is what it must say among the others in every cell. All
-cells share one loaded model: each has a core of its own over the same executor.
+mixes, and vectors of prompts. What the schema forces is computed together with other tokens in
+every cell. What it says alone, one step at a time, is what it must say among the others in every
+cell. All cells share one loaded model: each has a core of its own over the same executor.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from termgen.engine.loop.startup import EngineParts, build_engine
 from termgen.engine.schedule.invariants import check_scheduler
 from termgen.engine.schedule.state_cache import StateCache
 from termgen.engine.text.output import OutputProcessor
+from termgen.vocabulary.device.pooling import PoolingKind, PoolingParams
 from termgen.vocabulary.request import FinishReason, GenerationRequest
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import StepDelivery
@@ -73,6 +74,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "min_tokens": 5,
         "structured_outputs": SCHEMA,
     },
+    "vector last": {"temperature": 0.0},
+    "vector mean": {"temperature": 0.0},
+}
+POOLINGS = {
+    "vector last": PoolingParams(PoolingKind.LAST),
+    "vector mean": PoolingParams(PoolingKind.MEAN),
 }
 PROMPTS = (
     "Once upon a time there was a fox who",
@@ -85,6 +92,8 @@ PROMPTS = (
     "The captain looked at the map, then at the sea, and said " * 3,
     "Who is it?",
     "A record of the oldest of them:",
+    "The captain looked at the map, then at the sea, and slept. " * 3,
+    "What the sea is to the captain, the map is to the sea. " * 3,
 )
 
 
@@ -96,6 +105,7 @@ class Answer:
     ranked: list[tuple[int, ...]] = field(default_factory=list)
     """The most likely tokens of each position."""
     reason: FinishReason | None = None
+    vector: np.ndarray | None = None
 
     def take(self, delta: TokenDelta) -> None:
         assert delta.error is None, delta.error
@@ -105,6 +115,7 @@ class Answer:
             self.logprobs.append(entry.logprob)
             self.ranked.append(tuple(top[0] for top in entry.top))
         self.reason = delta.finish_reason or self.reason
+        self.vector = delta.vector if delta.vector is not None else self.vector
 
 
 class Bench:
@@ -213,6 +224,7 @@ class Bench:
                 prompt_token_ids=prompt,
                 params=self.params[name],
                 grammar=grammar,
+                pooling=POOLINGS.get(name),
             )
             for completion in processor.expect(request, 0):
                 core.submit(completion, 0)
@@ -303,6 +315,9 @@ def check(bench: Bench, answers: dict[str, Answer]) -> None:
             alone.text,
             alone.reason,
         ), name
+        if name in POOLINGS:
+            assert answer.vector is not None and alone.vector is not None
+            assert np.linalg.norm(answer.vector - alone.vector) < 1e-2, name
         # On a GPU the products of another batch size round otherwise, and near ties change places.
         is_cpu = bench.parts.info.device == "cpu"
         assert answer.ranked == alone.ranked or not is_cpu, name
@@ -312,7 +327,7 @@ def check(bench: Bench, answers: dict[str, Answer]) -> None:
 
 def test_the_requests_are_as_different_as_they_should_be(bench: Bench) -> None:
     for name, alone in bench.expected.items():
-        assert alone.tokens, name
+        assert bool(alone.tokens) == (name not in POOLINGS), name
         if "stop" in KINDS[name]:
             assert alone.reason is FinishReason.STOP and alone.text, name
         assert len(alone.logprobs) == (len(alone.tokens) if "logprobs" in KINDS[name] else 0)

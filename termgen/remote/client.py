@@ -39,6 +39,7 @@ from termgen.remote.models import (
 from termgen.remote.stream import AnswerReader
 from termgen.remote.wire import Call, Dialect, build_call, dialect_of, prompt_fields
 from termgen.system.waiting import NotYet, read_loading, wait_for_server, why_unreachable
+from termgen.vocabulary.device.pooling import PoolingParams
 from termgen.vocabulary.events import EngineSnapshot, EventRing
 from termgen.vocabulary.grammar_times import GrammarTotals
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -174,7 +175,10 @@ class RemoteClient:
         priority: int = 0,
         cache_salt: str | None = None,
         client: str = "",
+        pooling: PoolingParams | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
+        if pooling is not None:
+            raise RequestError("embeddings are not asked of another server", param="pooling")
         call = build_call(
             prompt,
             params,

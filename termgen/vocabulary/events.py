@@ -203,6 +203,8 @@ class HitLimit(enum.Enum):
     """A group with a window lacks blocks of it."""
     STATES = enum.auto()
     """No copy of the recurrent layers' states."""
+    POOLING = enum.auto()
+    """The request's vector needs the hidden states of its whole prompt."""
 
 
 class PrefixHit(NamedTuple):
@@ -229,6 +231,8 @@ class PrefixHit(NamedTuple):
                 return "the prefix cache is off"
             case HitLimit.LOGPROBS:
                 return "log-probabilities of the prompt are asked for, so all of it is computed"
+            case HitLimit.POOLING:
+                return "the embedding is made of all hidden states, so all of it is computed"
             case HitLimit.LAST_TOKEN if not self.asked:
                 return "no full block lies before the last token"
             case HitLimit.LAST_TOKEN:

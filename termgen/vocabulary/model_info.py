@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from termgen.vocabulary.cache_groups import CacheGroup, Window
+from termgen.vocabulary.device.pooling import PoolingInfo
 from termgen.vocabulary.memory_ledger import MemoryLedger
 from termgen.vocabulary.startup_phases import StartupPhase
 from termgen.vocabulary.tool_format import ToolFormat
@@ -62,6 +63,8 @@ class ModelInfo:
     """The tokens of a text can be asked for; not every remote server tells them."""
     num_drafts: int = 0
     """Most tokens of a request that are guessed in a step; 0 for a remote server, too."""
+    pooling: PoolingInfo = field(default_factory=PoolingInfo)
+    """How its vectors are made."""
 
 
 class GraphStatus(NamedTuple):
@@ -114,5 +117,7 @@ class DeviceInfo:
     """Most tokens of a row that a step computes because a grammar forces them."""
     num_drafts_ahead: int = 0
     """Positions behind those of a step that its drafter computes."""
+    hidden_size: int = 0
+    """Numbers of a token's hidden state."""
     num_untuned: int = 0
     """Shapes of weights whose products were not measured on this GPU, and can be."""

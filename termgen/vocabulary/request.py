@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.errors import RequestError
+from termgen.vocabulary.device.pooling import PoolingParams
 from termgen.vocabulary.events import DraftCounts, PrefixHit
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.token_mask import GrammarState, TokenGrammar
@@ -78,6 +79,8 @@ class GenerationRequest:
     engine thread, which computes the rest."""
     turn_ends: TurnEnds = TurnEnds()
     """Known for chats with models whose states are copied there."""
+    pooling: PoolingParams | None = None
+    """A vector of the prompt is wanted, and no token."""
     prompt: IntArray = field(init=False, repr=False, compare=False)
     """The ids as an array, built here to save time on the engine thread."""
 
@@ -138,6 +141,7 @@ class Request:
     finish_reason: FinishReason | None = None
     grammar: GrammarState | None = None
     """Grammar state after the tokens that have landed."""
+    pooling: PoolingParams | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; None for end-of-sequence and length."""
 
@@ -145,7 +149,7 @@ class Request:
     def may_draft(self) -> bool:
         """Its next tokens may be guessed: no mask of the host is needed for each. What a grammar
         forces is known, and no guess."""
-        return self.grammar is None
+        return self.grammar is None and self.pooling is None
 
     @property
     def owes_prompt_logprobs(self) -> bool:

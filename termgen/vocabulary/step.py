@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from termgen.errors import TermgenError
+from termgen.vocabulary.device.pooling import PoolingSpan
 from termgen.vocabulary.events import DraftChoice, DraftCounts
 from termgen.vocabulary.request import FinishReason, IntArray
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -53,6 +54,8 @@ class AddedRow:
     """Where a copy of the states that have taken up the computed tokens lies; -1: nowhere."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be completed."""
+    is_pooled: bool = False
+    """It samples nothing: to the device a prompt of which a token is always missing."""
 
 
 class PromptSpan(NamedTuple):
@@ -133,6 +136,10 @@ class StepPlan(NamedTuple):
     """Largest `prompt_logprobs` of these spans."""
     num_drafts: int = 0
     """Sum of `num_draft_tokens`."""
+    pooled: tuple[PoolingSpan, ...] = ()
+    """Prompt tokens whose hidden states go into a vector."""
+    num_pooled_rows: int = 0
+    """Rows that want a vector, and sample nothing."""
 
     @property
     def num_rows(self) -> int:
@@ -231,7 +238,8 @@ class StepResult(NamedTuple):
     prompt_logprobs: StepLogprobs | None = None
     """Log-probabilities of the prompt's own next tokens, for the plan's `prompt_spans` in order."""
     corrupt: IntArray | None = None
-    """[num_corrupt] rows that were to sample but had NaN or infinite logits."""
+    """[num_corrupt] rows that were to sample but had NaN or infinite logits, or whose vectors have
+    such numbers."""
     num_drafted: IntArray | None = None
     """[num_rows] drafts that were there to fill the plan's places for them: each row has one sample
     more than these. None: all places."""
@@ -242,6 +250,8 @@ class StepResult(NamedTuple):
     """On a CPU, perf_counter_ns of the model's start and end; zeros elsewhere."""
     draft_choice: DraftChoice | None = None
     """See `StepRecord`."""
+    pooled: FloatArray | None = None
+    """[ended prompts, hidden] for those of the plan's `pooled` that end a prompt, in order."""
 
     def last_tokens(self) -> IntArray:
         """[num_rows] newest token of each row, -1 for none."""
@@ -279,6 +289,8 @@ class FinishedRow:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     drafts: DraftCounts = DraftCounts()
+    vector: FloatArray | None = None
+    """[hidden] of a pooling request that was not ended before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

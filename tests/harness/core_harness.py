@@ -16,6 +16,7 @@ from scheduler_harness import make_states
 from scripted_device import VOCAB, DeviceFailure, ScriptedDevice, next_token
 
 from termgen.engine.schedule.invariants import check_scheduler
+from termgen.vocabulary.device.pooling import PoolingParams
 from termgen.vocabulary.model_info import DeviceInfo, GraphStatus
 from termgen.vocabulary.request import FinishReason, GenerationRequest, TurnEnds
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -257,6 +258,7 @@ class CoreDriver:
         priority: int = 0,
         salt: str | None = None,
         turn_ends: TurnEnds | None = None,
+        pooling: PoolingParams | None = None,
         **params: object,
     ) -> Bearer:
         old = self._by_name.get(name)
@@ -268,6 +270,7 @@ class CoreDriver:
             priority=priority,
             cache_salt=salt,
             turn_ends=turn_ends or TurnEnds(),
+            pooling=pooling,
         )
         bearer = self._by_name[name] = Bearer(request)
         self.bearers.append(bearer)
@@ -320,6 +323,10 @@ class CoreDriver:
             bearer = self._by_name[end.request_id]
             assert bearer.ending is None, "a request ends once"
             bearer.ending = end
+            if end.vector is not None:  # it is that of the prompt alone
+                assert bearer.request.pooling is not None
+                prompt = np.asarray(bearer.request.prompt_token_ids)
+                assert end.vector.tolist() == [next_token(prompt)] * 2
             if bearer.is_aborted:
                 assert end.reason in (FinishReason.ABORT, FinishReason.ERROR)
             assert end.num_output_tokens == len(bearer.tokens), "a token was lost or made up"
@@ -335,6 +342,8 @@ class CoreDriver:
 
     def reference(self, bearer: Bearer) -> list[int]:
         """The request's output when it runs alone on the scripted model."""
+        if bearer.request.pooling is not None:
+            return []
         params, tokens = bearer.request.params, list(bearer.request.prompt_token_ids)
         num_prompt, stops = len(tokens), set(params.stop_token_ids)
         if not params.ignore_eos:

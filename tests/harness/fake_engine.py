@@ -33,6 +33,7 @@ from termgen.client import (
     TokenizerInfo,
 )
 from termgen.errors import ContextLengthError, EngineDeadError, RequestError
+from termgen.vocabulary.device.pooling import PoolingInfo, PoolingParams
 from termgen.vocabulary.events import (
     BlockState,
     EngineSnapshot,
@@ -63,6 +64,7 @@ def make_model_info(**overrides: Any) -> ModelInfo:
         block_size=16,
         has_chat_template=True,
         created=1_700_000_000,
+        pooling=PoolingInfo(size=8),
     )
     return replace(info, **overrides)
 
@@ -209,6 +211,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         client: str = "",
+        pooling: PoolingParams | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         request_id = request_id or f"fake-{next(self._ids)}"
         call = GenerateCall(
@@ -217,6 +220,7 @@ class FakeEngine:
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
+            pooling=pooling,
         )
         self.calls.append(call)
         script = self._script if isinstance(self._script, Script) else self._script(call)

@@ -91,7 +91,7 @@ class FakeExecutor:
     def _advance(self, slot: int, count: int) -> int | None:
         row, tokens = self._rows[slot]
         self._computed[slot] += count
-        if self._computed[slot] < len(tokens) or slot in self._finished:
+        if self._computed[slot] < len(tokens) + row.is_pooled or slot in self._finished:
             return None
         token = self.next_token(tokens)
         tokens.append(token)

@@ -6,7 +6,9 @@ import asyncio
 import time
 import zlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from termgen.client import (
     Prompt,
@@ -15,6 +17,7 @@ from termgen.client import (
     TokenLogprob,
 )
 from termgen.errors import EngineError
+from termgen.vocabulary.device.pooling import PoolingParams
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -57,6 +60,7 @@ class GenerateCall:
     request_id: str
     priority: int
     cache_salt: str | None
+    pooling: PoolingParams | None = None
 
 
 async def play(
@@ -68,6 +72,8 @@ async def play(
 ) -> AsyncGenerator[TokenDelta, None]:
     """The deltas of one request; with n > 1 the completions take turns token by token."""
     params = call.params
+    if call.pooling is not None:  # one delta, whose vector goes by the prompt
+        script = replace(script, pieces=("",))
     arrival = time.perf_counter_ns()
     pieces, finish, stop_reason = _cut(script, params)
     if script.first_delay_s:
@@ -88,19 +94,23 @@ async def play(
                 reason = FinishReason.ERROR
             elif stop.is_set():
                 reason = FinishReason.ABORT
-            token = _token_id(piece)
+            token, vector, is_over = _token_id(piece), None, failed or stop.is_set()
+            if call.pooling is not None and not is_over:
+                noise = np.random.default_rng(prompt_ids).standard_normal(8)
+                vector, is_over = call.pooling.finish(noise.astype(np.float32)), True
             ended = time.perf_counter_ns() if last else 0
             yield TokenDelta(
                 request_id=call.request_id,
                 index=index,
-                text="" if failed or stop.is_set() else piece,
-                token_ids=() if failed or stop.is_set() else (token,),
+                text="" if is_over else piece,
+                token_ids=() if is_over else (token,),
                 logprobs=_logprobs(piece, token, params),
                 finish_reason=reason if last else None,
                 stop_reason=stop_reason if last and reason is FinishReason.STOP else None,
                 num_prompt_tokens=len(prompt_ids),
                 num_cached_tokens=script.num_cached_tokens,
-                num_output_tokens=i if failed or stop.is_set() else i + 1,
+                num_output_tokens=i if is_over else i + 1,
+                vector=vector,
                 prompt_token_ids=tuple(prompt_ids) if i == 0 and index == 0 else None,
                 timings=RequestTimings(arrival, arrival + 1000, first, ended) if last else None,
                 error=script.error if failed else None,

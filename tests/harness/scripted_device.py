@@ -14,6 +14,7 @@ import numpy as np
 
 from termgen.engine.schedule.block_pool import NULL_BLOCK
 from termgen.vocabulary.cache_groups import Window, first_key
+from termgen.vocabulary.device.pooling import PoolingSpan
 from termgen.vocabulary.request import IntArray, Request
 from termgen.vocabulary.sampling_params import SamplingParams
 from termgen.vocabulary.step import CORRUPT_TOKEN, AddedRow, SamplingNeeds, StepPlan, StepResult
@@ -136,23 +137,57 @@ class ScriptedDevice:
                 self._attend(slot, count)
             if self.state_places:
                 self._take_up(slot, count, int(plan.num_draft_tokens[plan.slots == slot][0]))
+        pooled = [self._vector(plan, span) for span in plan.pooled if span.length]
+        assert plan.num_pooled_rows == sum(self._row(slot).is_pooled for slot, _ in pairs)
         drafts = plan.num_draft_tokens.tolist()
         sampled = [self._sample(slot, num) for (slot, _), num in zip(pairs, drafts, strict=True)]
         for slot, _ in pairs if self.num_drafts else ():
             self._guess(slot)
         kept = [[token for token in tokens if is_token(token)] for tokens in sampled]
+        is_corrupt = [CORRUPT_TOKEN in tokens for tokens in sampled]
+        ended = [span.row for span in plan.pooled if span.length]
+        for i, vector in zip(ended, pooled, strict=True):
+            is_corrupt[i] = bool(np.isnan(vector).any())
         return StepResult(
             step_id=plan.step_id,
             num_sampled=np.asarray([len(tokens) for tokens in kept], np.int32),
             token_ids=np.asarray([token for tokens in kept for token in tokens], np.int32),
-            corrupt=np.flatnonzero([CORRUPT_TOKEN in tokens for tokens in sampled]).astype(
-                np.int32
-            ),
+            corrupt=np.flatnonzero(is_corrupt).astype(np.int32),
             logprobs=None,
             started_ns=0,
             ended_ns=0,
             num_drafted=num_drafted,
+            pooled=np.stack(pooled) if pooled else None,
         )
+
+    def _row(self, slot: int) -> AddedRow:
+        row = self.rows[slot]
+        assert row is not None
+        return row
+
+    def _vector(self, plan: StepPlan, span: PoolingSpan) -> np.ndarray:
+        """The scripted model's vector of a prompt, from what is in the KV cache."""
+        slot = int(plan.slots[span.row])
+        end = int(self.num_computed[slot])
+        assert end == span.start + span.num_tokens == span.length == self.num_tokens[slot]
+        read = self._read(slot, end)
+        return np.full(2, np.nan if read is None else next_token(read), np.float32)
+
+    def _read(self, slot: int, length: int) -> np.ndarray | None:
+        """The row's tokens as its last one sees them; None where NaN is among them."""
+        read = self.token_ids[slot, :length].copy()
+        if self.state_places:
+            if NAN in self.states[slot][:length]:
+                return None
+            read[0] += self.states[slot][:length] != read.tolist()
+        for positions, where in self._seen_by(slot, length - 1, length):
+            tokens = self.kv_tokens[where]
+            if (tokens == NAN).any():
+                return None
+            # Wrong tokens and positions enter the hash, so they show as a wrong token.
+            read[positions] += tokens - self.token_ids[slot, positions]
+            read[positions] += self.kv_positions[where] - positions
+        return read
 
     def _cut(self, plan: StepPlan) -> StepPlan:
         """The plan with the drafts that are there."""
@@ -272,7 +307,8 @@ class ScriptedDevice:
         """The drafts that are what the model draws, and one token more; nothing behind an end."""
         row, length = self.rows[slot], int(self.num_tokens[slot])
         assert row is not None
-        if self.finished[slot] or self.num_computed[slot] < length + num_drafts:
+        is_short = self.num_computed[slot] < length + row.is_pooled + num_drafts
+        if self.finished[slot] or is_short:
             assert not num_drafts or self.finished[slot], "drafts behind a part of a prompt"
             return [None]
         tokens: list[int | None] = []
@@ -299,20 +335,10 @@ class ScriptedDevice:
         """Draw the next token of a row and take it."""
         row, length = self.rows[slot], int(self.num_tokens[slot])
         assert row is not None
-        read = self.token_ids[slot, :length].copy()
-        if self.state_places:
-            if NAN in self.states[slot][:length]:
-                self.finished[slot] = True
-                return CORRUPT_TOKEN
-            read[0] += self.states[slot][:length] != read.tolist()
-        for positions, where in self._seen_by(slot, length - 1, length):
-            tokens = self.kv_tokens[where]
-            if (tokens == NAN).any():
-                self.finished[slot] = True
-                return CORRUPT_TOKEN
-            # Wrong tokens and positions enter the hash, so they show as a wrong token.
-            read[positions] += tokens - self.token_ids[slot, positions]
-            read[positions] += self.kv_positions[where] - positions
+        read = self._read(slot, length)
+        if read is None:
+            self.finished[slot] = True
+            return CORRUPT_TOKEN
         token = next_token(read, self.vocab)
         if length < row.max_total_tokens:  # past its limit only on a device that does not stop
             self.token_ids[slot, length] = token

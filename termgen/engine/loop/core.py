@@ -307,7 +307,7 @@ class EngineCore:
         request = submitted.to_request(self._max_model_len, self._eos_token_ids, self._seeds)
         num_prompt = request.num_prompt_tokens
         try:
-            if not 0 < num_prompt < self._max_model_len:
+            if not 0 < num_prompt < self._max_model_len + (request.pooling is not None):
                 raise RequestError("the prompt does not fit the context", param="prompt")
             self.scheduler.add_request(request)
         except RequestError as error:
@@ -400,6 +400,8 @@ class Submit:
         num_prompt = len(submitted.prompt_token_ids)
         stops = frozenset(params.stop_token_ids)
         room = max_model_len - num_prompt
+        if submitted.pooling is not None:
+            room = 1  # it gets no token, and may be as long as the context
         return Request(
             request_id=submitted.request_id,
             token_ids=submitted.prompt,
@@ -415,6 +417,7 @@ class Submit:
             bad_token_ids=submitted.bad_token_ids,
             block_hashes=list(submitted.block_hashes),
             turn_ends=submitted.turn_ends,
+            pooling=submitted.pooling,
         )
 
 

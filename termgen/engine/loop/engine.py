@@ -38,6 +38,7 @@ from termgen.engine.text.text_process import PromptThreads
 from termgen.engine.text.tokenizer import Tokenizer
 from termgen.errors import EngineDeadError, EngineError, RequestError
 from termgen.system.cpu_slices import take_short_slices
+from termgen.vocabulary.device.pooling import PoolingParams
 from termgen.vocabulary.events import EngineSnapshot, EventRing
 from termgen.vocabulary.grammar_times import GrammarTotals
 from termgen.vocabulary.request import GenerationRequest
@@ -221,6 +222,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         client: str = "",
+        pooling: PoolingParams | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """See `EngineClient.generate`."""
         arrival_ns = time.perf_counter_ns()
@@ -232,6 +234,7 @@ class AsyncEngine:
             request_id=request_id or self._new_id(),
             priority=priority,
             cache_salt=cache_salt,
+            pooling=pooling,
         )
         prepared = await self._tokenising(prompt, prepare)
         request = await processor.add_grammar(prepared, client=client)

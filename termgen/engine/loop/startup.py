@@ -26,6 +26,7 @@ from termgen.engine.text.tokenizer import Tokenizer, load_tokenizer
 from termgen.engine.text.tool_detection import tool_format
 from termgen.errors import ConfigError, CorruptFileError, RequestError
 from termgen.library.catalog import CATALOG, LocalModel, resolve_model
+from termgen.library.pooling_files import read_pooling
 from termgen.vocabulary.cache_groups import CacheGroup
 from termgen.vocabulary.grammar_times import GrammarTimes
 from termgen.vocabulary.model_info import DeviceInfo
@@ -112,6 +113,7 @@ def build_engine(
             grammars=grammars,
             hash_block_size=scheduler.kv.hash_block_size,
             marks_turns=scheduler.kv.states is not None,
+            max_pooled_len=info.max_model_len - 1,
         )
         output_processor = OutputProcessor(tokenizer, tuple(eos))
         if prewarm:
@@ -238,6 +240,7 @@ def _describe(
         num_cores=info.num_cores,
         cache_groups=tuple(map(CacheGroup.of, info.windows, info.layers)),
         num_drafts=info.num_drafts,
+        pooling=read_pooling(local.path, info.hidden_size),
         startup=startup,
     )
 

@@ -69,7 +69,7 @@ class DecodeStep:
             self._rows, self._sampling, self._steps_left = table.running, None, 0
             self._all_may_draft = False
         rows = self._rows
-        if not (len(rows) and self._constraints.may_all_run_ahead(table)):
+        if not (len(rows) and self._constraints.may_all_run_ahead(table)) or table.num_pooling:
             return None
         if table.num_constrained and self._constraints.forced_drafts(table, rows).any():
             return None

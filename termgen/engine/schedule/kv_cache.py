@@ -94,16 +94,21 @@ class KVCacheManager:
         """The request's leading blocks that are cached.
 
         At most (tokens - 1) // block_size: the last token is always computed, as its logits are
-        needed. Empty for a request that needs the logits of its whole prompt.
+        needed. Empty for a request that needs what its whole prompt computes.
         """
         if not self.enable_prefix_caching or request.owes_prompt_logprobs:
             limit = HitLimit.LOGPROBS if self.enable_prefix_caching else HitLimit.OFF
-            return CachedPrefix(0, tuple([] for _ in self.windows), hit=PrefixHit(limit=limit))
+            return self._no_prefix(limit)
+        if request.pooling is not None and request.pooling.needs_all:
+            return self._no_prefix(HitLimit.POOLING)
         hash_blocks(request.token_ids, self.block_size, request.block_hashes, request.cache_salt)
         num_blocks = (len(request.token_ids) - 1) // self.block_size
         hashes = request.block_hashes[:num_blocks]
         search = PrefixSearch(self.pool, self.windows, self.block_size, self.states, hashes)
         return search.find()
+
+    def _no_prefix(self, limit: HitLimit) -> CachedPrefix:
+        return CachedPrefix(0, tuple([] for _ in self.windows), hit=PrefixHit(limit=limit))
 
     def num_needed(self, num_tokens: int, cached: CachedPrefix, num_first: int) -> int:
         """Free blocks that a request with these known tokens and cached blocks takes, to compute

@@ -12,6 +12,7 @@ import numpy as np
 
 from termgen.engine.schedule.constraints import rows_with_grammar
 from termgen.engine.schedule.kv_cache import KVCacheManager
+from termgen.engine.schedule.pooled import pooling_spans
 from termgen.engine.schedule.slot_table import SlotTable
 from termgen.engine.schedule.state_cache import StateCache
 from termgen.vocabulary.request import IntArray, Request
@@ -117,6 +118,7 @@ class PlanBuilder:
                 has_grammar=request.grammar is not None,
                 seed=request.seed,
                 bad_token_ids=request.bad_token_ids,
+                is_pooled=request.pooling is not None,
             )
         )
 
@@ -144,7 +146,7 @@ class PlanBuilder:
         num_computed = table.num_computed[slots] - counts
         is_decode = (counts - drafts == 1) & (num_computed >= table.num_prompt[slots])
         constrained = rows_with_grammar(table, slots)
-        return self.freeze(
+        plan = self.freeze(
             step_id,
             sampling_needs(table, slots, constrained),
             slots=slots,
@@ -159,6 +161,10 @@ class PlanBuilder:
             prompt_spans=spans,
             max_prompt_logprobs=max(0, max_prompt_logprobs),
         )
+        if not table.num_pooling:
+            return plan
+        pooled, num_rows = pooling_spans(table, slots, counts)
+        return plan._replace(pooled=pooled, num_pooled_rows=num_rows)
 
     def freeze(
         self,

@@ -10,7 +10,7 @@ follows vLLM's V1 scheduler; the columns (see slot_table.py) do not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -31,6 +31,7 @@ from termgen.engine.schedule.drafts import (
 from termgen.engine.schedule.effects import AppliedStep, SchedulerStats
 from termgen.engine.schedule.kv_cache import KVCacheManager
 from termgen.engine.schedule.plan import PlanBuilder, copy_states, drop_unseen
+from termgen.engine.schedule.pooled import landed_vectors
 from termgen.engine.schedule.prompt_pace import PromptPace
 from termgen.engine.schedule.request_queue import RequestQueue, choose_victim, priority_key
 from termgen.engine.schedule.slot_table import Fence, SlotTable
@@ -106,7 +107,8 @@ class Scheduler:
             raise RequestError(
                 f"request id {request.request_id!r} is already in use", param="request_id"
             )
-        assert len(request.token_ids) < request.max_total_tokens <= self.config.max_model_len
+        limit = self.config.max_model_len + (request.pooling is not None)
+        assert len(request.token_ids) < request.max_total_tokens <= limit
         needed = request.max_total_tokens - 1  # the last token's KV is never computed
         if needed > (capacity := self.kv.capacity_tokens):
             raise RequestError(
@@ -486,6 +488,8 @@ class Scheduler:
         Then publish full blocks. Only tokens known to the host are hashed: never one in flight.
         """
         table, kv = self.slots, self.kv
+        if table.num_pooling:
+            samples = samples * (table.pooling[slots] == 0)
         table.num_computed[slots] += counts
         table.num_pending[slots] += samples
         table.last_step[slots] = self._next_step
@@ -569,6 +573,9 @@ class Scheduler:
             request = self._release_slot(int(slots[i]))
             token = int(tokens[i]) if stopped[i] else None
             applied.finished.append(self._finished(request, reason, stop_token=token, error=error))
+        for slot, vector in landed_vectors(self.slots, plan, result) if plan.pooled else ():
+            ended_row = self._finished(self._release_slot(slot), FinishReason.STOP)
+            applied.finished.append(replace(ended_row, vector=vector))
         if result.corrupt is not None:
             self._end_corrupt(plan, result.corrupt, applied)
         return applied

@@ -69,6 +69,10 @@ class SlotTable:
         """Has a logit bias, allowed ids or bad words."""
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, np.int32)
         """-1 if none are requested, or all have been delivered."""
+        self.pooling = np.zeros(max_num_seqs, np.int8)
+        """The `PoolingKind` of a row that wants a vector; 0 for one that generates."""
+        self.num_pooling = 0
+        """Rows that want one."""
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.row_of_ids = np.arange(max_num_seqs, dtype=np.int64) * max_model_len
         """Offset of each slot's tokens in the flattened `token_ids`."""
@@ -107,6 +111,8 @@ class SlotTable:
         self.has_edits[slot] = params.edits_logits
         owed = params.prompt_logprobs if request.owes_prompt_logprobs else None
         self.num_prompt_logprobs[slot] = -1 if owed is None else owed
+        self.pooling[slot] = 0 if request.pooling is None else request.pooling.kind
+        self.num_pooling += request.pooling is not None
         self.running = np.append(self.running, np.int32(slot))
 
     def vacate(self, slot: int) -> Request:
@@ -119,6 +125,7 @@ class SlotTable:
         self.requests[slot] = None
         self.more_stops.discard(slot)
         self.num_constrained -= request.grammar is not None
+        self.num_pooling -= request.pooling is not None
         self.has_grammar[slot] = False
         self.epoch[slot] += 1
         self.running = self.running[self.running != slot]

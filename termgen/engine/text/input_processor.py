@@ -17,9 +17,11 @@ import numpy as np
 
 from termgen.client import ChatPrompt, FillPrompt, Prompt, prompt_chars
 from termgen.engine.grammar.grammar import COMPILE_TIMEOUT_S, GrammarCompiler, named, too_busy
+from termgen.engine.text.pooled_prompt import KEEP_ALL, cut_to_pool, request_to_pool
 from termgen.engine.text.text_process import TextProcess, is_long
 from termgen.engine.text.tokenizer import Tokenizer, check_encodable
 from termgen.errors import ContextLengthError, RequestError
+from termgen.vocabulary.device.pooling import PoolingParams
 from termgen.vocabulary.request import (
     MAX_BAD_SEQUENCE_TOKENS,
     MAX_PRIORITY,
@@ -42,6 +44,7 @@ class RequestOptions(TypedDict, total=False):
     request_id: str | None
     priority: int
     cache_salt: str | None
+    pooling: PoolingParams | None
 
 
 class InputProcessor:
@@ -59,8 +62,12 @@ class InputProcessor:
         grammars: GrammarCompiler | None = None,
         hash_block_size: int | None = None,
         marks_turns: bool = False,
+        max_pooled_len: int | None = None,
+        why_no_answers: str = "",
     ) -> None:
-        """has_priorities: the scheduler uses them. clamps_max_tokens: to what the context leaves,
+        """max_pooled_len: tokens of the longest prompt that a vector can be made of; None: as of
+        one that is answered. why_no_answers: why the model generates nothing; "" if it does.
+        has_priorities: the scheduler uses them. clamps_max_tokens: to what the context leaves,
         instead of an error. hash_block_size: tokens per block of the prefix cache, whose hashes are
         computed here; None without one. marks_turns: note where a chat's turns end, which takes a
         few percent of the time of tokenising."""
@@ -73,6 +80,8 @@ class InputProcessor:
         self._clamps_max_tokens = clamps_max_tokens
         self._hash_block_size = hash_block_size
         self._marks_turns = marks_turns
+        self._max_pooled_len = max_model_len - 1 if max_pooled_len is None else max_pooled_len
+        self._why_no_answers = why_no_answers
         self._long_texts: TextProcess | None = None
 
     def prewarm(self, texts: TextProcess | None = None) -> None:
@@ -112,18 +121,21 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        pooling: PoolingParams | None = None,
     ) -> GenerationRequest:
         """The request without its grammar, for callers that await it with `add_grammar`."""
         _check_options(request_id, priority, cache_salt)
+        self._check_priority(priority)
+        if pooling is not None:
+            ids, _ = self.read(prompt, keep=KEEP_ALL)
+            ids = cut_to_pool(ids, prompt, params, self._max_pooled_len, self._tokenizer)
+            hashes = () if pooling.needs_all else self._hash(ids, cache_salt)
+            request_id = request_id or f"req-{uuid.uuid4().hex}"
+            return request_to_pool(ids, pooling, request_id, priority, cache_salt, hashes)
+        if self._why_no_answers:
+            raise RequestError(self._why_no_answers, param="model")
         if isinstance(prompt, FillPrompt):
             params = self._stop_behind_gap(params)
-        if priority and not self._has_priorities:
-            raise RequestError(
-                "priority has no effect on this engine, which runs requests in order of arrival;"
-                " start it with --scheduling-policy priority",
-                param="priority",
-                code="unsupported_parameter",
-            )
         params.validate_for(vocab_size=self._vocab_size)
         if params.stop and self._tokenizer is None:
             raise RequestError(
@@ -152,6 +164,15 @@ class InputProcessor:
             block_hashes=self._hash(ids, cache_salt),
             turn_ends=turn_ends,
         )
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and not self._has_priorities:
+            raise RequestError(
+                "priority has no effect on this engine, which runs requests in order of arrival;"
+                " start it with --scheduling-policy priority",
+                param="priority",
+                code="unsupported_parameter",
+            )
 
     def _num_kept(self, prompt: Prompt, params: SamplingParams) -> int | None:
         """Tokens to keep of a prompt that is truncated."""

@@ -49,6 +49,7 @@ class Completion:
         "num_logprobs",
         "num_output_tokens",
         "num_prompt_tokens",
+        "pooling",
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
@@ -84,6 +85,7 @@ class Completion:
         """Set until they are delivered."""
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptScores(params.prompt_logprobs, self.num_prompt_tokens)
+        self.pooling = request.pooling
         self.num_copies = 1
         """Identical (greedy) completions that this one represents."""
         self.num_output_tokens = 0
@@ -318,7 +320,7 @@ class OutputProcessor:
         return next(n for n in names if n not in self and n not in self._lingering)
 
     def _detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
-        if self._tokenizer is None:
+        if self._tokenizer is None or request.pooling is not None:
             return None
         params = request.params
         return Detokenizer(
@@ -386,6 +388,10 @@ class OutputProcessor:
         time_ns: int,
     ) -> TokenDelta:
         text += completion.finish(stopped_by_token=ended.stopped_by_token)
+        vector = None
+        if completion.pooling is not None and ended.vector is not None:
+            vector = completion.pooling.finish(ended.vector)
+            completion.first_token_ns = time_ns
         detokenizer = completion.detokenizer
         stop = detokenizer.stop if detokenizer is not None else None
         self._forget(completion)
@@ -404,6 +410,7 @@ class OutputProcessor:
             stop_reason=stop_reason,
             timings=timings,
             error=ended.error,
+            vector=vector,
         )
 
     def _forget(self, completion: Completion) -> None:

@@ -1,4 +1,4 @@
-"""A finished answer as one value, in vLLM's format, and the builder that assembles it from deltas.
+"""A finished answer or vector as one value, in vLLM's format, and its builder from deltas.
 
 For callers that want the whole answer instead of a stream. No torch, no tokenizer: the text is the
 deltas' text, joined.
@@ -7,10 +7,12 @@ deltas' text, joined.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from termgen.client import RequestTimings, TokenDelta, TokenLogprob
-from termgen.errors import TermgenError
+from termgen.errors import EngineError, TermgenError
+from termgen.vocabulary.device.pooling import FloatVector
 from termgen.vocabulary.request import FinishReason
 
 
@@ -162,3 +164,46 @@ class RequestOutputBuilder:
             timings=max(timings, key=lambda t: t.finished_ns, default=None),
             prompt_logprobs=prompt_candidates(self._prompt_logprobs),
         )
+
+
+class OutputBuilder(Protocol):
+    """Collects the deltas of one request."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    def add(self, delta: TokenDelta) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A prompt and its vector."""
+
+    prompt_token_ids: tuple[int, ...]
+    embedding: FloatVector = field(repr=False)
+    """float32"""
+    num_cached_tokens: int = 0
+    timings: RequestTimings | None = None
+
+
+class EmbeddingOutputBuilder:
+    """An `OutputBuilder` of an `EmbeddingOutput`."""
+
+    def __init__(self, prompt_token_ids: tuple[int, ...]) -> None:
+        self._prompt = prompt_token_ids
+        self._last: TokenDelta | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._last is not None
+
+    def add(self, delta: TokenDelta) -> None:
+        self._last = delta
+
+    def build(self) -> EmbeddingOutput:
+        """Raises the error of a request that the engine failed."""
+        last = self._last
+        assert last is not None, "the engine has answered"
+        if last.vector is None:
+            raise last.error or EngineError("the request was aborted")
+        return EmbeddingOutput(self._prompt, last.vector, last.num_cached_tokens, last.timings)

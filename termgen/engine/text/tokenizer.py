@@ -129,6 +129,14 @@ class Tokenizer:
             return ids
         return [*(self._prefix_ids or ()), *ids, *(self._suffix_ids or ())]
 
+    @property
+    def num_last_tokens(self) -> int:
+        """Tokens that the tokenizer puts behind every text."""
+        ids, bare = self.encode("a"), self.encode("a", add_special_tokens=False)
+        num_added = len(ids) - len(bare)
+        starts = (i for i in range(num_added + 1) if ids[i : i + len(bare)] == bare)
+        return num_added - next(starts, num_added)
+
     def encode_fill(self, prefix: str, suffix: str) -> list[int]:
         """Token ids of a prompt whose gap the model is to fill. Raises RequestError."""
         if self.fill_tokens is None:

@@ -23,6 +23,7 @@ from scripted_device import VOCAB
 from termgen.client import PauseMode
 from termgen.errors import CorruptedLogitsError
 from termgen.vocabulary.cache_groups import blocks_of_context
+from termgen.vocabulary.device.pooling import PoolingKind, PoolingParams
 from termgen.vocabulary.request import FinishReason, TurnEnds
 from termgen.vocabulary.step import MAX_STEPS_IN_FLIGHT
 
@@ -84,6 +85,8 @@ class Schedule:
         self.prefix = rng.integers(0, VOCAB, self.max_prompt).tolist()
         self.cuts: dict[Bearer, int] = {}
         """Requests whose reader leaves at a token of its own choice, as for a stop string."""
+        self.poolings = np.random.default_rng([seed, 11])
+        self.p_pooling = 0.05 if is_deep else 0.25
         self.answers: list[tuple[str, Future[Future[Any]]]] = []
         """Futures of pauses and resets, by the name of the command."""
         self.in_flight_at_rest: list[int] = []
@@ -173,9 +176,18 @@ class Schedule:
             logit_bias={3: 1.0} if count % 5 == 0 else {},
             priority=int(rng.integers(-2, 3)),
             salt="salt" if rng.random() < 0.1 else None,
+            **self.pooling(),
         )
         if rng.random() < 0.2:
             self.cuts[bearer] = int(rng.integers(VOCAB))
+
+    def pooling(self) -> dict[str, PoolingParams]:
+        """That of a request which wants a vector."""
+        if self.poolings.random() > self.p_pooling:
+            return {}
+        kinds = list(PoolingKind)
+        kind = kinds[int(self.poolings.integers(len(kinds)))]
+        return {"pooling": PoolingParams(kind, normalize=False)}
 
     def submit(self, name: str, prompt: list[int], **params: Any) -> Bearer:
         return self.driver.submit(name, prompt, **params)
@@ -219,6 +231,9 @@ class Schedule:
             return
         assert tokens == expected, name
         assert bearer.ending is not None
+        if bearer.request.pooling is not None:  # the driver has compared the vector
+            assert bearer.reason is FinishReason.STOP and bearer.ending.vector is not None, name
+            return
         params, num = bearer.request.params, len(tokens)
         eos = () if params.ignore_eos else (driver.eos,)
         stopped = tokens[-1] in (*params.stop_token_ids, *eos) and num > params.min_tokens
@@ -237,6 +252,12 @@ class Schedule:
             return
         (total,) = self.driver.computed(bearer)
         useful = len(bearer.request.prompt_token_ids) + len(bearer.tokens) - 1
+        if bearer.request.pooling is not None:
+            assert total == useful + 1 - bearer.num_cached_tokens or bearer.reason in (
+                FinishReason.ABORT,
+                FinishReason.ERROR,
+            )
+            return
         useful -= bearer.num_cached_tokens
         if self.setting.get("num_drafts"):
             assert bearer.reason in (FinishReason.ABORT, FinishReason.ERROR) or total >= useful
@@ -258,6 +279,12 @@ class Schedule:
         seen["chunks"] = sum(bool((p.num_tokens > 1).any()) for p in plans if not p.added)
         seen.update(name for name, _ in self.answers)
         seen["run ahead"] = self.driver.executor.most_in_flight - self.driver.depth
+        for bearer in self.driver.bearers:
+            if bearer.ending is not None and bearer.ending.vector is not None:
+                assert bearer.request.pooling is not None
+                seen[f"vector {bearer.request.pooling.kind.name}"] += 1
+                seen["vector after a hit"] += bearer.num_cached_tokens > 0
+                seen["vector after a preemption"] += len(bearer.residencies) > 1
         seen["cut"] = sum(cut in bearer.tokens for bearer, cut in self.cuts.items())
         names = Counter(bearer.request.request_id for bearer in self.driver.bearers)
         seen["names used again"] = sum(count - 1 for count in names.values())
@@ -298,6 +325,8 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     assert totals["steps"] > 600
     wanted = {"stop", "length", "abort", "error", "preemptions", "hits", "evictions", "chunks"}
     wanted |= {"reset True", "reset False", "run ahead", *(f"pause {mode}" for mode in MODES)}
+    wanted |= {"vector LAST", "vector MEAN", "vector CLS"}
+    wanted |= {"vector after a hit", "vector after a preemption"}
     wanted |= {"cut", "names used again", "corrupted", "drafts", "accepted"}
     assert wanted <= set(totals), totals
     deepest = []

@@ -21,6 +21,7 @@ from termgen.vocabulary.events import DraftChoice
 from termgen.vocabulary.request import IntArray
 from termgen.vocabulary.step import (
     CORRUPT_TOKEN,
+    FloatArray,
     StepLogprobs,
     StepPlan,
     StepResult,
@@ -41,9 +42,12 @@ class StepTensors:
     """[S, 1 + K], [S, 1 + K] and [S], as in `LogprobTensors`."""
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """The same for the N prompt tokens of the plan's spans."""
+    pooled: torch.Tensor | None = None
+    """[N, hidden] float32, of the prompts that end in the step and want a vector."""
 
     def all(self) -> tuple[torch.Tensor, ...]:
-        return (self.tokens, *(self.logprobs or ()), *(self.prompt_logprobs or ()))
+        pooled = () if self.pooled is None else (self.pooled,)
+        return (self.tokens, *pooled, *(self.logprobs or ()), *(self.prompt_logprobs or ()))
 
 
 def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -125,6 +129,7 @@ class RecordedOutput:
         prompt_logprobs: StepLogprobs | None = None,
         *,
         was_waited_for: bool,
+        pooled: FloatArray | None = None,
     ) -> StepResult:
         launch = self._launch
         started_ns, ended_ns = launch.started_ns, time.perf_counter_ns()
@@ -137,7 +142,11 @@ class RecordedOutput:
         num_sampled, corrupt = plan.num_tokens, None
         if not plan.is_decode or plan.num_drafts or np.minimum.reduce(tokens, initial=0) < 0:
             is_sampled = tokens >= 0
-            corrupt = by_row(plan, tokens == CORRUPT_TOKEN).nonzero()[0].astype(np.int32)
+            is_corrupt = by_row(plan, tokens == CORRUPT_TOKEN)
+            if pooled is not None:
+                ended = [span.row for span in plan.pooled if span.length]
+                is_corrupt[ended] = ~np.isfinite(pooled).all(axis=1)
+            corrupt = is_corrupt.nonzero()[0].astype(np.int32)
             num_sampled, tokens = by_row(plan, is_sampled), tokens[is_sampled]
         choice = launch.draft_choice
         if choice is not None:
@@ -159,6 +168,7 @@ class RecordedOutput:
             seen_ns=seen_ns,
             model_span_ns=launch.model_span_ns,
             draft_choice=choice,
+            pooled=pooled,
         )
         if launch.on_landing is not None:
             launch.on_landing(result)
@@ -203,12 +213,15 @@ class AsyncOutput(RecordedOutput):
         if self._event is not None:
             self._event.synchronize()
         tokens, *arrays = (t.numpy() for t in self._host)
+        pooled = arrays.pop(0) if self._tensors.pooled is not None else None
         logprobs = StepLogprobs(*arrays[:3]) if self._tensors.logprobs is not None else None
         of_prompts = None
         if self._tensors.prompt_logprobs is not None:
             of_prompts = StepLogprobs(*arrays[-3:])
         is_waited_for = self._event is not None
-        return self._make_result(tokens, logprobs, of_prompts, was_waited_for=is_waited_for)
+        return self._make_result(
+            tokens, logprobs, of_prompts, was_waited_for=is_waited_for, pooled=pooled
+        )
 
 
 # The clock. With queued steps, the time of a launch says little about when the device ran it. Two

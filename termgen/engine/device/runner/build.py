@@ -344,6 +344,7 @@ def _describe(
         state_places=runner.num_state_places,
         max_model_len=max_model_len,
         vocab_size=runner.config.vocab_size,
+        hidden_size=runner.config.hidden_size,
         attention_backend=runner.attention.name,
         architecture=runner.config.architecture,
         max_num_seqs=limits.max_num_seqs,

@@ -211,8 +211,10 @@ class FullGraphs:
         """is_idle: see `DraftSteps`."""
         sampling = variant_of(plan.sampling)
         most_drafts = int(plan.num_draft_tokens.max()) if plan.num_drafts else 0
-        wants_prompts = bool(plan.prompt_spans)
-        kind = (plan.num_rows, plan.total_tokens, sampling, wants_prompts, most_drafts, is_idle)
+        # Recordings keep the hidden states of each row's last token alone, and for sampling.
+        reads = "log-probabilities of a prompt" if plan.prompt_spans else ""
+        reads = reads or ("an embedding is computed" if plan.pooled else "")
+        kind = (plan.num_rows, plan.total_tokens, sampling, reads, most_drafts, is_idle)
         if self._last is None or self._last[0] != kind:
             self._last = kind, self._dispatch(*kind)
         return self._last[1]
@@ -222,7 +224,7 @@ class FullGraphs:
         num_rows: int,
         num_tokens: int,
         sampling: SamplingVariant,
-        wants_prompts: bool,
+        reads: str,
         num_drafts: int,
         is_idle: bool,
     ) -> Dispatch:
@@ -235,8 +237,8 @@ class FullGraphs:
         )
         if found.mode is GraphMode.NONE:
             return found
-        if wants_prompts:  # recordings keep the hidden states of each row's last token alone
-            return Dispatch(GraphMode.NONE, reason="log-probabilities of a prompt")
+        if reads:
+            return Dispatch(GraphMode.NONE, reason=reads)
         if self._has(found):
             return found
         other = self._stand_in(found)
@@ -250,8 +252,7 @@ class FullGraphs:
         return [
             k
             for k in lengths
-            if self._dispatch(rows, rows * (1 + k), sampling, False, k, False).descriptor
-            is not None
+            if self._dispatch(rows, rows * (1 + k), sampling, "", k, False).descriptor is not None
         ]
 
     def _has(self, found: Dispatch) -> bool:

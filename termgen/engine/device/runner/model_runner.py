@@ -63,6 +63,7 @@ from termgen.engine.device.runner.draft_steps import (
 )
 from termgen.engine.device.runner.input_batch import InputBatch, InputBuffers, RowHeader
 from termgen.engine.device.runner.piecewise_graphs import PiecewiseGraphs
+from termgen.engine.device.runner.pooling import Pooler
 from termgen.engine.device.runner.prompt_logprobs import prompt_logprobs
 from termgen.engine.device.runner.request_state import RequestState
 from termgen.engine.device.sampling.logprobs import gather_logprobs
@@ -86,7 +87,8 @@ class ModelOutput:
     num_tokens: torch.Tensor  # [B] int64
     hidden: torch.Tensor  # [S, hidden], normed, of the tokens behind which one is drawn
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    """See `StepTensors`."""
+    pooled: torch.Tensor | None = None
+    """See `StepTensors`, both."""
     samples: Samples | None = None
     """See `InputBatch`."""
     drafted: tuple[InputBatch, TargetStates] | None = None
@@ -134,6 +136,7 @@ class ModelRunner:
         if drafter is not None:
             is_recurrent = self.recurrent is not None
             self.drafts = DraftSteps(drafter, max_num_batched_tokens, is_recurrent=is_recurrent)
+        self.pooler = Pooler(max_num_seqs, device)
         self.sampler = Sampler()
         self.fused_sampler: FusedSampler | None = None
         self._gather = gather_logprobs
@@ -437,7 +440,8 @@ class ModelRunner:
         batch = self.buffers.prepare(plan, self.state)
         is_timed = self.device.type == "cpu"
         began_ns = time.perf_counter_ns() if is_timed else 0
-        wanted = None if plan.prompt_spans or self._needs_all else batch.logits_indices
+        reads_all = plan.prompt_spans or self._needs_all or Pooler.needs_all(plan)
+        wanted = None if reads_all else batch.logits_indices
         hidden, kept = self._pass(batch, wanted)
         drafted = None if self._guesses is None else (batch, self._guesses.states(hidden, kept))
         span_ns = (began_ns, time.perf_counter_ns()) if is_timed else (0, 0)
@@ -446,10 +450,12 @@ class ModelRunner:
             of_prompts = prompt_logprobs(
                 plan, hidden, self.state, self.model.compute_logits, self._gather
             )
+        pooled = self.pooler(plan, hidden, has_all=wanted is None) if plan.pooled else None
         if wanted is None:
             hidden = batch.sampled(hidden)
         return ModelOutput(
-            batch.slots, batch.num_tokens, hidden, of_prompts, batch.samples, drafted, span_ns
+            *(batch.slots, batch.num_tokens, hidden, of_prompts, pooled),
+            *(batch.samples, drafted, span_ns),
         )
 
     def _launch(self, launch: Launch) -> RecordedOutput:
@@ -459,10 +465,16 @@ class ModelRunner:
             output = self._run_model(plan, launch.dispatch)
             launch.model_span_ns = output.span_ns
             of_prompts = output.prompt_logprobs
-            ring = self.graphs.ring if of_prompts is None else None  # which needs no copy
-            logits = self.model.compute_logits(output.hidden)
+            needs_copy = of_prompts is not None or output.pooled is not None
+            ring = None if needs_copy else self.graphs.ring
             slots, num_tokens, samples = output.slots, output.num_tokens, output.samples
-            sampled = self._sample(slots, num_tokens, logits, plan.sampling, ring, samples)
+            if plan.num_pooled_rows == plan.num_rows:  # nothing is drawn, so nothing is appended
+                nothing = torch.zeros_like(slots)
+                tokens = self.state.append_sampled(slots, num_tokens, nothing, ring)
+                sampled = StepTensors(tokens)
+            else:
+                logits = self.model.compute_logits(output.hidden)
+                sampled = self._sample(slots, num_tokens, logits, plan.sampling, ring, samples)
             if self._guesses is not None:
                 if output.drafted is not None:
                     is_idle = self._guesses.is_idle
@@ -473,7 +485,8 @@ class ModelRunner:
                 self._guesses.drafter.step_ended(plan, took_ns, self.state)
         if ring is not None:
             return self._land(launch, self.graphs.pushed(plan))
-        return self._land(launch, replace(sampled, prompt_logprobs=of_prompts))
+        sampled = replace(sampled, prompt_logprobs=of_prompts, pooled=output.pooled)
+        return self._land(launch, sampled)
 
     def _launch_even(self, launch: Launch) -> RecordedOutput:
         """Launch a step with drafts, laid out as its recording would be."""

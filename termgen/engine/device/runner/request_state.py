@@ -195,7 +195,7 @@ class RequestState:
         params = [row.params for row in added]
         integers = [
             [row.slot for row in added],
-            [len(row.token_ids) for row in added],
+            [len(row.token_ids) + row.is_pooled for row in added],
             [row.num_computed_tokens for row in added],
             [row.num_prompt_tokens for row in added],
             [row.max_total_tokens for row in added],
