@@ -1,7 +1,8 @@
 """termgen: chat with, serve and watch a local language model.
 
-`LLM`, `SamplingParams` and `StructuredOutputsParams` are the public Python surface; everything else
-may change. Names are looked up on first use, so that importing the package costs nothing.
+`LLM`, its parameters (`SamplingParams`, `StructuredOutputsParams`, `PoolingParams` with
+`PoolingKind`) are the public Python surface; everything else may change. Names are looked up on
+first use, so that importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from termgen.llm import LLM
+    from termgen.vocabulary.device.pooling import PoolingKind, PoolingParams
     from termgen.vocabulary.sampling_params import SamplingParams
     from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "PoolingKind",
+    "PoolingParams",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "termgen.llm",
+    "PoolingKind": "termgen.vocabulary.device.pooling",
+    "PoolingParams": "termgen.vocabulary.device.pooling",
     "SamplingParams": "termgen.vocabulary.sampling_params",
     "StructuredOutputsParams": "termgen.vocabulary.structured_outputs",
 }

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 from reference_model import load_reference
+from server_harness import socket_client
 
 from termgen import LLM, SamplingParams
+from termgen.config import EngineConfig
+from termgen.engine.loop.engine import AsyncEngine
 from termgen.errors import CorruptedLogitsError, CorruptFileError, EngineError, RequestError
 from termgen.vocabulary.device.pooling import PoolingInfo, PoolingKind, PoolingParams
 
@@ -318,3 +321,30 @@ def test_broken_files_are_named(tiny_model_dir: TinyModelDir, tmp_path: Path) ->
 
 def test_the_default_is_the_last_token_with_length_one() -> None:
     assert PoolingInfo(size=8).params() == PoolingParams(PoolingKind.LAST, normalize=True)
+
+
+async def test_a_server_answers_with_the_same_vectors(tiny_model_dir: TinyModelDir) -> None:
+    folder = tiny_model_dir("qwen3")
+    texts = ["some words", "other words", "some words and more"]
+    with make_llm(folder) as llm:
+        expected = [output.embedding for output in llm.embed(texts)]
+    options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128}
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", **options)
+    engine = await AsyncEngine.start(config)
+    try:
+        async with socket_client(engine) as client:
+            answer = await client.post("/v1/embeddings", json={"input": texts})
+            chat = {"prompt": "some", "max_tokens": 3}
+            assert (await client.post("/v1/completions", json=chat)).status_code == 200
+            long = {"input": ["x " * 400], "truncate_prompt_tokens": -1}
+            assert (await client.post("/v1/embeddings", json=long)).json()["usage"][
+                "prompt_tokens"
+            ] == 127
+            del long["truncate_prompt_tokens"]
+            refused = (await client.post("/v1/embeddings", json=long)).json()["error"]
+            assert refused["param"] == "input" and "at most 127 tokens" in refused["message"]
+        for one, right in zip(answer.json()["data"], expected, strict=True):
+            check(np.asarray(one["embedding"], np.float32), right)
+        assert (await engine.snapshot()).num_used_blocks == 0
+    finally:
+        await engine.shutdown()

@@ -20,7 +20,8 @@ APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 
 
 def test_all_is_the_whole_surface_and_every_name_is_there() -> None:
-    names = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+    names = ["LLM", "PoolingKind", "PoolingParams", "SamplingParams", "StructuredOutputsParams"]
+    names.append("__version__")
     assert termgen.__all__ == names
     for name in termgen.__all__:
         assert getattr(termgen, name) is not None

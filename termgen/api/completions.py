@@ -137,7 +137,7 @@ def parse_completion(
     options = parse_options(
         body, id_prefix="cmpl", model=model, force_include_usage=force_include_usage
     )
-    prompts = _parse_prompts(body.prompt)
+    prompts: Sequence[Prompt] = parse_prompts(body.prompt)
     if body.suffix:
         prompts = _with_gap(prompts, body.suffix, echo=body.echo)
     if body.echo and body.truncate_prompt_tokens is not None:
@@ -187,22 +187,24 @@ def parse_completion(
     )
 
 
-def _parse_prompts(value: str | list[Any]) -> Sequence[Prompt]:
-    """str | [str] | [int] | [[int]] -> a list of prompts."""
+def parse_prompts(
+    value: str | list[Any], *, param: str = "prompt", most: int = MAX_PROMPTS
+) -> Sequence[str | tuple[int, ...]]:
+    """str | [str] | [int] | [[int]] -> a list of prompts. param: the name of the field."""
     if isinstance(value, str):
         return [value]
     if not value:
-        raise RequestError("prompt must not be empty", param="prompt")
+        raise RequestError(f"{param} must not be empty", param=param)
     if _is_token_list(value):
         return [tuple(value)]
-    if len(value) > MAX_PROMPTS:
-        raise RequestError(f"at most {MAX_PROMPTS} prompts are allowed at once", param="prompt")
+    if len(value) > most:
+        raise RequestError(f"at most {most} {param}s are allowed at once", param=param)
     if all(isinstance(item, str) for item in value):
         return value
     if not all(isinstance(item, list) and _is_token_list(item) for item in value):
-        raise wrong_type("prompt", PROMPT_TYPES, value)
+        raise wrong_type(param, PROMPT_TYPES, value)
     if not all(value):
-        raise RequestError("prompt must not hold an empty list", param="prompt")
+        raise RequestError(f"{param} must not hold an empty list", param=param)
     return [tuple(item) for item in value]
 
 

@@ -18,6 +18,7 @@ from msgspec import NODEFAULT, inspect
 from termgen.api.chat import CHAT
 from termgen.api.chat_bridge import SHARED_FIELDS
 from termgen.api.completions import COMPLETIONS
+from termgen.api.embeddings import EMBEDDINGS
 from termgen.api.fields import Declared, Endpoint, Group
 
 ENDPOINTS: Mapping[str, Endpoint] = {"chat": CHAT, "completions": COMPLETIONS}
@@ -35,6 +36,22 @@ def parameters() -> str:
     return "\n".join(map(_table, Group))
 
 
+def embeddings() -> str:
+    rows = []
+    for name, field in EMBEDDINGS.fields.items():
+        assert field.doc is not None, f"{name} has no documentation"
+        cells = (f"`{name}`", *_words(field), field.doc.meaning, field.doc.origin)
+        rows.append("| " + " | ".join(cells) + " |")
+    head = ["| field | values | default | what it does | from |", "| --- " * 5 + "|"]
+    return "\n".join([*head, *rows, ""])
+
+
+def _words(field: Declared) -> tuple[str, str]:
+    """Values and default."""
+    assert field.doc is not None
+    return field.doc.values or _values(field), field.doc.default or _default(field.default)
+
+
 def _table(group: Group) -> str:
     rows = []
     for name, field in (CHAT.fields | COMPLETIONS.fields).items():
@@ -42,9 +59,7 @@ def _table(group: Group) -> str:
         if field.doc.group is group:
             endpoints = [words for words, body in ENDPOINTS.items() if name in body.fields]
             where = "both" if len(endpoints) == 2 else endpoints[0]
-            values = field.doc.values or _values(field)
-            default = field.doc.default or _default(field.default)
-            cells = (f"`{name}`", where, values, default, field.doc.meaning, field.doc.origin)
+            cells = (f"`{name}`", where, *_words(field), field.doc.meaning, field.doc.origin)
             rows.append("| " + " | ".join(cells) + " |")
     head = ["| field | where | values | default | what it does | from |"]
     return "\n".join([f"### {group.value}", "", *head, "| --- " * 6 + "|", *rows, ""])
@@ -92,6 +107,7 @@ def _names(names: frozenset[str] | set[str]) -> str:
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "parameters": parameters,
+    "embeddings": embeddings,
     "ignored": ignored,
     "refused": refused,
     "shared": shared,

@@ -25,6 +25,7 @@ from msgspec import inspect
 from termgen.api.errors import invalid_json, model_not_found, unsupported
 from termgen.client import ModelInfo
 from termgen.errors import RequestError
+from termgen.vocabulary.device.pooling import PoolingInfo
 from termgen.vocabulary.tool_format import ToolFormat
 
 MAX_IGNORED_NAMES = 20
@@ -369,6 +370,8 @@ class Served:
     trusts_template: bool
     refuses_images: bool
     force_include_usage: bool
+    pooling: PoolingInfo = PoolingInfo()
+    """How the model's vectors are made."""
 
     @property
     def answering(self) -> dict[str, Any]:

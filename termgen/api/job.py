@@ -14,6 +14,7 @@ from termgen.api.sampling import MAX_PING_INTERVAL_S, MIN_PING_INTERVAL_S, Gener
 from termgen.api.sse import TextTemplate
 from termgen.client import Prompt, RequestTimings, TokenDelta, TokenLogprob
 from termgen.errors import RequestError
+from termgen.vocabulary.device.pooling import PoolingParams
 from termgen.vocabulary.request import check_cache_salt
 from termgen.vocabulary.sampling_params import SamplingParams
 
@@ -29,6 +30,8 @@ class Job:
     cache_salt: str | None
     generates: bool = True
     """False: only the prompt is wanted back (`echo` with `max_tokens` 0)."""
+    pooling: PoolingParams | None = None
+    """A vector of the prompt is wanted."""
 
     def __post_init__(self) -> None:
         if self.cache_salt is not None:

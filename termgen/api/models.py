@@ -41,6 +41,7 @@ def _capabilities(info: ModelInfo) -> dict[str, Any]:
     return {
         "chat": info.has_chat_template,
         "tools": shown if info.has_chat_template else None,
+        "embeddings": not info.pooling.refusal,
     }
 
 

@@ -97,9 +97,10 @@ class AskingRow(Row, Generic[A]):
 class GeneratingRow(AskingRow[G]):
     """An endpoint whose answer the model writes."""
 
-    stream: Callable[[G], ChunkStream]
-    whole: Callable[[G, list[TokenDelta]], dict[str, Any]]
-    """The answer that is not streamed, from one merged delta for each choice."""
+    stream: Callable[[G], ChunkStream] | None = None
+    """None: no answer is streamed, and the parsed body never asks for it."""
+    whole: Callable[[G, list[TokenDelta]], dict[str, Any] | bytes]
+    """The answer that is not streamed, from one merged delta for each choice; bytes are JSON."""
     prepare: Callable[[G, GenerationClient], Coroutine[Any, Any, None]] | None = None
     """Work that these two need, done after admission and before the first delta."""
     names: Mapping[str, str] = field(default_factory=dict)

@@ -59,7 +59,7 @@ async def generate(row: GeneratingRow[Any], request: Request) -> ASGIApp:
         prepare=partial(row.prepare, asked, engine) if row.prepare is not None else None,
     )
     response: ASGIApp
-    if options.stream:
+    if options.stream and row.stream is not None:
         response = EventStreamResponse(
             state,
             generation,

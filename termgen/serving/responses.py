@@ -251,6 +251,7 @@ class Generation:
             priority=job.priority,
             cache_salt=self.caller.salt(job.cache_salt),
             client=client_of(self._scope),
+            pooling=job.pooling,
         )
 
     async def _end_choice(self, first_choice: int, delta: TokenDelta, take: Take) -> TokenDelta:
@@ -324,7 +325,7 @@ class JSONReply(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return sse.dumps(content)
+        return content if isinstance(content, bytes) else sse.dumps(content)
 
 
 def error_response(reply: ErrorReply) -> JSONReply:
@@ -381,7 +382,7 @@ class CompleteResponse:
         generation: Generation,
         headers: Headers,
         *,
-        build: Callable[[list[TokenDelta]], dict[str, Any]],
+        build: Callable[[list[TokenDelta]], dict[str, Any] | bytes],
     ) -> None:
         self._state = state
         self._generation = generation

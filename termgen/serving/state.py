@@ -159,6 +159,7 @@ class ServerState:
                 trusts_template=config.trust_request_chat_template,
                 refuses_images=config.images == "refuse",
                 force_include_usage=config.force_include_usage,
+                pooling=model.pooling,
             )
             for name, model in self.engines.models()
         }

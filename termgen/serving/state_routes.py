@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from termgen import __version__
-from termgen.api.errors import model_not_found, not_supported
+from termgen.api.errors import model_not_found
 from termgen.api.models import model_list, model_object, tokenizer_object
 from termgen.serving.metrics import CONTENT_TYPE
 from termgen.serving.responses import JSONReply
@@ -29,10 +29,6 @@ async def get_model(request: Request) -> Response:
         if served == name:
             return JSONReply(model_object(model, name))
     raise model_not_found(name)
-
-
-async def embeddings(request: Request) -> Response:
-    raise not_supported("This server generates text; it makes no embeddings")
 
 
 async def health(request: Request) -> Response:
@@ -82,13 +78,6 @@ async def tokenizer_info(request: Request) -> Response:
 STATE_ROWS = (
     PlainRow(path="/v1/models", summary="list models", handler=list_models),
     PlainRow(path="/v1/models/{id:path}", summary="get model", handler=get_model),
-    PlainRow(
-        path="/v1/embeddings",
-        summary="embeddings",
-        methods=("POST",),
-        handler=embeddings,
-        is_described=False,
-    ),
     PlainRow(
         path="/health",
         summary="Liveness: 503 while loading, and when the engine is dead, stuck or does not "

@@ -3,7 +3,7 @@ outside of its own folder."""
 
 from __future__ import annotations
 
-from termgen.api import anthropic, chat, completions, models
+from termgen.api import anthropic, chat, completions, embeddings, models
 from termgen.api.responses import answer as responses
 from termgen.api.rows import Row
 from termgen.serving.admin_routes import ADMIN_ROWS
@@ -13,6 +13,7 @@ from termgen.serving.state_routes import STATE_ROWS
 ENDPOINTS: tuple[Row, ...] = (
     chat.ROW,
     completions.ROW,
+    embeddings.ROW,
     responses.ROW,
     *anthropic.ROWS,
     *models.ROWS,

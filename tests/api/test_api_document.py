@@ -19,7 +19,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 def test_the_page_is_what_the_code_would_write() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == rewritten(page), "run `python -m termgen.api.document docs/api.md`"
-    assert page.count("<!-- generated: ") == 4 and "| `temperature` |" in page
+    assert page.count("<!-- generated: ") == 5 and "| `temperature` |" in page
 
 
 def attributes_read() -> set[str]:

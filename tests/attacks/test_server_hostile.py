@@ -34,8 +34,11 @@ FIELDS = [
     *("structured_outputs", "priority", "cache_salt", "chat_template_kwargs", "user"),
     *("add_generation_prompt", "continue_final_message", "include_timings", "reasoning_effort"),
     *("return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs", "metadata"),
-    "sse_ping_interval",
+    *("sse_ping_interval", "input", "dimensions", "encoding_format", "prompt_name"),
+    *("truncate_prompt_tokens", "input_type", "normalize"),
 ]
+
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 
 scalars = (
     st.none()
@@ -79,7 +82,8 @@ def check(status: int, content: bytes) -> None:
         if content.startswith(b"data: "):
             read_events(content)
         else:
-            assert json.loads(content)["object"] in ("chat.completion", "text_completion")
+            kinds = ("chat.completion", "text_completion", "list")
+            assert json.loads(content)["object"] in kinds
         return
     assert status in (400, 404, 413), content
     error = json.loads(content)["error"]
@@ -88,18 +92,19 @@ def check(status: int, content: bytes) -> None:
     assert "\n" not in error["message"] and len(error["message"]) < 500
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", PATHS)
 @given(body=bodies)
 @relaxed
 def test_any_json_body(path: str, body: dict[str, Any]) -> None:
     check(*asyncio.run(post(path, json.dumps(body).encode())))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", PATHS)
 @given(field=st.sampled_from(FIELDS), value=values)
 @relaxed
 def test_a_good_body_with_one_odd_field(path: str, field: str, value: Any) -> None:
-    body = {**chat_body(), "prompt": "x", field: value}
+    body: dict[str, Any] = {**chat_body(), "prompt": "x"}
+    body = {**({"input": "x"} if path == "/v1/embeddings" else body), field: value}
     check(*asyncio.run(post(path, json.dumps(body).encode())))
 
 
@@ -115,7 +120,7 @@ def test_almost_json(content: str) -> None:
     check(*asyncio.run(post("/v1/completions", content.encode())))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "content",
     [

@@ -198,3 +198,19 @@ async def test_pings_do_not_disturb_the_client() -> None:
         )
         text = "".join([c.choices[0].delta.content or "" async for c in stream])
     assert text == "ab"
+
+
+async def test_embeddings() -> None:
+    async with openai_client(FakeEngine()) as client:
+        coded = await client.embeddings.create(model="fake/model-1", input=["a", "bc"])
+        plain = await client.embeddings.create(
+            model="fake/model-1", input=["a", "bc"], encoding_format="float"
+        )
+        assert [one.embedding for one in coded.data] == [
+            pytest.approx(one.embedding) for one in plain.data
+        ]
+        assert (coded.usage.prompt_tokens, len(coded.data[0].embedding)) == (3, 8)
+        few = await client.embeddings.create(model="fake/model-1", input=[[1, 2]], dimensions=3)
+        assert len(few.data[0].embedding) == 3
+        with pytest.raises(openai.BadRequestError, match="dimensions must be at most 8"):
+            await client.embeddings.create(model="fake/model-1", input="a", dimensions=9)

@@ -273,10 +273,3 @@ async def test_wrong_options_change_nothing() -> None:
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param
         assert (await client.get("/pause")).status_code == 405
     assert engine.controls == []
-
-
-async def test_what_is_not_there_says_so_once() -> None:
-    async with socket_client(FakeEngine()) as client:
-        answer = await client.post("/v1/embeddings", json={"input": "a", "model": "m"})
-    assert answer.status_code == 501 and answer.json()["error"]["code"] == "not_supported"
-    assert answer.headers["x-should-retry"] == "false", "clients would ask three times"
