@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from reference_model import load_reference
+from safetensors.torch import load_file, save_file
 from server_harness import socket_client
 
 from termgen import LLM, SamplingParams
@@ -348,3 +349,29 @@ async def test_a_server_answers_with_the_same_vectors(tiny_model_dir: TinyModelD
         assert (await engine.snapshot()).num_used_blocks == 0
     finally:
         await engine.shutdown()
+
+
+def test_files_without_a_head_are_read(tiny_model_dir: TinyModelDir, tmp_path: Path) -> None:
+    """Those of Qwen3-Embedding: tensors are named as the body of the model names them."""
+    folder = tiny_model_dir("qwen3", tie_word_embeddings=True)
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    assert "embed_tokens.weight" in bare and "lm_head.weight" not in bare
+    save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
+    prompts = prompts_of((5, 30))
+    with make_llm(folder) as llm, make_llm(tmp_path) as without:
+        for one, other in zip(llm.embed(prompts), without.embed(prompts), strict=True):
+            check(other.embedding, one.embedding)
+
+
+def test_a_model_that_runs_through_transformers_embeds(tiny_model_dir: TinyModelDir) -> None:
+    folder = tiny_model_dir("llama")
+    reference = Reference(folder)
+    prompts = prompts_of((5, 30))
+    with make_llm(folder, model_impl="transformers", max_num_batched_tokens=20) as llm:
+        for params in KINDS:
+            for prompt, one in zip(prompts, llm.embed(prompts, pooling_params=params), strict=True):
+                check(one.embedding, reference.vector(prompt, params.kind))

@@ -55,6 +55,9 @@ _PACKED = re.compile(r".*\.experts\.\w+_(blocks|scales)", re.ASCII)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 _SHARD_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
+_WITHOUT_HEAD = "embed_tokens.weight"
+"""A tensor of files that hold the body of a model without its head, as those of embedding models
+are: their names begin further inside."""
 
 
 class SafetensorsFile:
@@ -192,6 +195,8 @@ class FolderCheckpoint(WeightFiles):
         self._quantized: dict[str, QuantizedTensor] = {}
         self._unused: set[str] = set()
         names = list(self._where) if stored is None else self._find_quantized(folder, stored)
+        if _WITHOUT_HEAD in names and self._prefixes == (("", ""),):
+            self._prefixes = (("", "model."),)
         # Beside a text model there may be others, whose tensors are left where they are.
         named = {name: self._own(name) for name in names}
         own = {name: ours for name, ours in named.items() if ours is not None}

@@ -440,8 +440,11 @@ class ModelRunner:
         batch = self.buffers.prepare(plan, self.state)
         is_timed = self.device.type == "cpu"
         began_ns = time.perf_counter_ns() if is_timed else 0
-        reads_all = plan.prompt_spans or self._needs_all or Pooler.needs_all(plan)
-        wanted = None if reads_all else batch.logits_indices
+        reads_all = plan.prompt_spans or self._needs_all
+        if reads_all or (plan.pooled and Pooler.needs_all(plan)):
+            wanted = None
+        else:
+            wanted = batch.logits_indices
         hidden, kept = self._pass(batch, wanted)
         drafted = None if self._guesses is None else (batch, self._guesses.states(hidden, kept))
         span_ns = (began_ns, time.perf_counter_ns()) if is_timed else (0, 0)

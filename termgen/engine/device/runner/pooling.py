@@ -25,7 +25,7 @@ class Pooler:
         """True if other hidden states than those of the rows' last tokens are pooled, or if those
         of drafts stand between these."""
         kinds = (span.kind is not PoolingKind.LAST for span in plan.pooled)
-        return bool(plan.pooled) and (plan.num_drafts > 0 or any(kinds))
+        return plan.num_drafts > 0 or any(kinds)
 
     def __call__(
         self,
