@@ -94,4 +94,4 @@ def _write(
 
 
 HEADS: dict[str, Callable[[Path, Path], Path]] = {"eagle3": write_eagle3, "dflash": write_dflash}
-"""By method of drafting."""
+"""What writes the head of each method."""
