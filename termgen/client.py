@@ -178,6 +178,9 @@ class TokenDelta:
     drafted: tuple[tuple[int, int], ...] = ()
     """(start, end) of the parts of `text` that came as guessed tokens which stayed, where the
     engine runs in this process. A character of several tokens counts for its last one."""
+    schema_errors: tuple[str, ...] | None = None
+    """Set on the last delta of a whole answer whose schema no grammar enforces in full: what it
+    does not satisfy, one line each; empty if it satisfies all."""
     calls: tuple[CallPiece, ...] = ()
     """Tool calls, where a remote server takes them out of the text; else they are in `text`."""
 

@@ -102,8 +102,21 @@ class TokenMatcher(Protocol):
         ...
 
 
+class AnswerCheck(Protocol):
+    """Finds out what of a finished answer is not as asked for."""
+
+    def errors(self, answer: str) -> tuple[str, ...]:
+        """One line for each; empty if all is. May wait for another process."""
+        ...
+
+
 class TokenGrammar(Protocol):
     """A compiled grammar. Thread-safe."""
+
+    @property
+    def check(self) -> AnswerCheck | None:
+        """Set if the grammar does not enforce everything that was asked for."""
+        ...
 
     @property
     def is_slow(self) -> bool:
