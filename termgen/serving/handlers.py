@@ -50,6 +50,9 @@ async def generate(row: GeneratingRow[Any], request: Request) -> ASGIApp:
     _check_priorities(caller_of(request.scope), asked.jobs)
     headers = _ignored_headers(state, asked)
     engine, options = state.require_generation(name), asked.options
+    if not asked.jobs:
+        state.check_awake()
+        return JSONReply(row.whole(asked, []), headers=headers)
     generation = Generation(
         state,
         engine,
@@ -89,10 +92,11 @@ async def _parse_body(row: AskingRow[A], request: Request) -> tuple[str, A]:
     state = state_of(request)
     state.check_ready()
     state.admission.check_room()
-    return await _read_json(request, partial(parse_for_model, state.served_models(), row.parse))
+    take = partial(parse_for_model, state.served_models(), row.resolve, row.parse)
+    return await read_json(request, take)
 
 
-async def _read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:
+async def read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:
     """Apply `take` to the body of a POST, which must declare that it is JSON.
 
     For a large body, `take` is called in another process: it is a function of a module, or a

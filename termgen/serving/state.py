@@ -159,6 +159,8 @@ class ServerState:
                 trusts_template=config.trust_request_chat_template,
                 refuses_images=config.images == "refuse",
                 force_include_usage=config.force_include_usage,
+                max_model_len=model.max_model_len,
+                has_chat_template=model.has_chat_template,
             )
             for name, model in self.engines.models()
         }

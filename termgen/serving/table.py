@@ -4,6 +4,7 @@ outside of its own folder."""
 from __future__ import annotations
 
 from termgen.api import anthropic, chat, completions, models
+from termgen.api.ollama import rows as ollama
 from termgen.api.responses import answer as responses
 from termgen.api.rows import Row
 from termgen.serving.admin_routes import ADMIN_ROWS
@@ -15,6 +16,7 @@ ENDPOINTS: tuple[Row, ...] = (
     completions.ROW,
     responses.ROW,
     *anthropic.ROWS,
+    *ollama.ROWS,
     *models.ROWS,
     *STATE_ROWS,
     *ADMIN_ROWS,

@@ -40,6 +40,7 @@ CLIENT_PATHS = {
     *("/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
     *("/tokenize", "/detokenize", "/tokenizer_info", "/v1/requests/{id}/cancel"),
     *("/health", "/ready", "/load", "/metrics", "/version", "/openapi.json"),
+    *("/api/chat", "/api/generate"),
 }
 """Paths open to any key. Every other route of the app must be for administrators."""
 
