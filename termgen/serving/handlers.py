@@ -48,7 +48,7 @@ async def generate(row: GeneratingRow[Any], request: Request) -> ASGIApp:
     state = state_of(request)
     name, asked = await _parse_body(row, request)
     _check_priorities(caller_of(request.scope), asked.jobs)
-    headers = _ignored_headers(state, asked)
+    headers = ignored_headers(state, asked)
     engine, options = state.require_generation(name), asked.options
     if not asked.jobs:
         state.check_awake()
@@ -81,7 +81,7 @@ async def work_on_tokens(row: TokenRow[Any], request: Request) -> Response:
     engine = state.engines.generation(name)
     with state.admission.place(state.admission.estimate(row.measured(asked))):
         answer = await until_disconnect(request.receive, row.work(asked, engine))
-    return JSONReply(answer, headers=_ignored_headers(state, asked))
+    return JSONReply(answer, headers=ignored_headers(state, asked))
 
 
 # -- bodies --------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ async def _read(request: Request, share: BodyShare) -> list[bytes]:
 # -- answers -------------------------------------------------------------------------------
 
 
-def _ignored_headers(state: ServerState, asked: Asked) -> Headers:
+def ignored_headers(state: ServerState, asked: Asked) -> Headers:
     """Headers that name the fields without effect; counts the unknown ones."""
     headers = {"x-termgen-not-used": ignored_header(asked.not_used)} if asked.not_used else {}
     if not asked.ignored:

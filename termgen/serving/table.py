@@ -9,6 +9,7 @@ from termgen.api.responses import answer as responses
 from termgen.api.rows import Row
 from termgen.serving.admin_routes import ADMIN_ROWS
 from termgen.serving.event_routes import EVENT_ROWS
+from termgen.serving.ollama_routes import OLLAMA_ROWS
 from termgen.serving.state_routes import STATE_ROWS
 
 ENDPOINTS: tuple[Row, ...] = (
@@ -21,4 +22,5 @@ ENDPOINTS: tuple[Row, ...] = (
     *STATE_ROWS,
     *ADMIN_ROWS,
     *EVENT_ROWS,
+    *OLLAMA_ROWS,
 )

@@ -40,7 +40,9 @@ CLIENT_PATHS = {
     *("/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
     *("/tokenize", "/detokenize", "/tokenizer_info", "/v1/requests/{id}/cancel"),
     *("/health", "/ready", "/load", "/metrics", "/version", "/openapi.json"),
-    *("/api/chat", "/api/generate"),
+    *("/", "/api/chat", "/api/generate", "/api/version", "/api/tags", "/api/ps", "/api/show"),
+    *("/api/embed", "/api/embeddings", "/api/create", "/api/copy", "/api/push", "/api/delete"),
+    "/api/blobs/{digest}",
 }
 """Paths open to any key. Every other route of the app must be for administrators."""
 
