@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from termgen import __version__
 from termgen.api.errors import not_supported
-from termgen.api.ollama.body import EMBED, SHOW
-from termgen.api.ollama.errors import ERRORS
+from termgen.api.ollama.body import EMBED, PULL, SHOW
+from termgen.api.ollama.errors import ERRORS, HEADERS, error_of, line
+from termgen.api.ollama.pull import Fetcher, failure, parse_pull, progress_of
 from termgen.api.ollama.shown import (
     API_VERSION,
     model_card,
@@ -22,7 +26,7 @@ from termgen.api.ollama.shown import (
 from termgen.serving.handlers import ignored_headers, read_json
 from termgen.serving.responses import JSONReply
 from termgen.serving.routes import PlainRow
-from termgen.serving.state import state_of
+from termgen.serving.state import ServerState, state_of
 
 ABSENT = (
     ("/api/create", "POST"),
@@ -75,6 +79,51 @@ async def embed(request: Request) -> Response:
     raise not_supported("this model does not support embeddings")
 
 
+async def pull(request: Request) -> Response:
+    state = state_of(request)
+    asked = await read_json(request, parse_pull)
+    headers = ignored_headers(state, asked)
+    if asked.name in state.served_models():
+        lines = _here()
+    elif state.fetcher is not None:
+        lines = _pulled(state, state.fetcher, asked.name)
+    else:
+        raise not_supported("This server fetches no models; `termgen pull` does")
+    if asked.is_streamed:
+        return StreamingResponse(_encoded(lines), headers={**HEADERS, **headers})
+    last: dict[str, Any] = {}
+    try:
+        async for told in lines:
+            last = told
+    except Exception as error:
+        raise failure(error) from None
+    return JSONReply(last, headers=headers)
+
+
+async def _here() -> AsyncGenerator[dict[str, Any], None]:
+    """The lines for a model that is served."""
+    yield {"status": "success"}
+
+
+async def _pulled(
+    state: ServerState, fetcher: Fetcher, name: str
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The lines of a pull; of one at a time, while others wait."""
+    async with state.pulling:
+        async with aclosing(progress_of(fetcher, name)) as lines:
+            async for told in lines:
+                yield told
+
+
+async def _encoded(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(lines):
+        try:
+            async for told in lines:
+                yield line(told)
+        except Exception as error:
+            yield line(error_of(failure(error)))
+
+
 async def absent(request: Request) -> Response:
     raise not_supported(
         "This server answers with the model it was started with; it keeps no store of models that "
@@ -99,6 +148,15 @@ OLLAMA_ROWS = (
         methods=("POST",),
         body=SHOW,
         handler=show,
+        errors=ERRORS,
+    ),
+    PlainRow(
+        path="/api/pull",
+        summary="Ollama's way to fetch a model",
+        methods=("POST",),
+        body=PULL,
+        handler=pull,
+        is_admin=True,
         errors=ERRORS,
     ),
     *(

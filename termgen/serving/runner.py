@@ -14,11 +14,13 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from termgen import __version__
+from termgen.api.ollama.pull import Fetcher
 from termgen.client import EngineClient
 from termgen.config import ServerConfig, is_loopback
 from termgen.errors import ConfigError
@@ -66,10 +68,18 @@ class Server:
     await server.stop()     # drains; `serve` has returned afterwards
     """
 
-    def __init__(self, engine: EngineClient | None, config: ServerConfig) -> None:
-        """Without an engine, requests are answered 503 `loading` until `attach`."""
+    def __init__(
+        self,
+        engine: EngineClient | None,
+        config: ServerConfig,
+        *,
+        fetcher: Fetcher | None = None,
+    ) -> None:
+        """Without an engine, requests are answered 503 `loading` until `attach`. fetcher: fetches
+        models for administrators."""
         self._config = config
         self._state = ServerState(config)
+        self._state.fetcher = fetcher
         if engine is not None:
             self._state.attach(engine)
         self._socket: socket.socket | None = None
@@ -202,6 +212,7 @@ def run_server(
     *,
     on_progress: Progress | None = None,
     on_ready: Callable[[str], None] | None = None,
+    fetcher: Fetcher | None = None,
 ) -> int:
     """Serve until SIGINT or SIGTERM; a second one stops at once. Returns the exit code, 0.
 
@@ -210,8 +221,9 @@ def run_server(
     `start_engine`.
     """
     handler = _log_to_stderr()
+    server = partial(Server, None, config, fetcher=fetcher)  # made on its event loop
     try:
-        asyncio.run(_run(start_engine, stop_engine, config, on_progress, on_ready))
+        asyncio.run(_run(start_engine, stop_engine, server, on_progress, on_ready))
     finally:
         for name in ("termgen", "uvicorn.error"):
             logging.getLogger(name).removeHandler(handler)
@@ -231,11 +243,11 @@ def _log_to_stderr() -> logging.Handler:
 async def _run(
     start_engine: StartEngine,
     stop_engine: StopEngine,
-    config: ServerConfig,
+    new_server: Callable[[], Server],
     on_progress: Progress | None,
     on_ready: Callable[[str], None] | None,
 ) -> None:
-    server = Server(None, config)
+    server = new_server()
     server.bind()
     signals = _Signals()
     serving = asyncio.create_task(server.serve())

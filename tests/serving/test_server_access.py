@@ -113,7 +113,8 @@ async def test_admin_routes_need_the_admin_key_however_they_are_spelt() -> None:
             for key, expected in (("one", "admin_only"), (None, "invalid_api_key")):
                 status, body = await ask_raw(app, method, path, key)
                 assert status == (401 if key is None else 403), (method, path)
-                assert body["error"]["code"] == expected
+                if not path.startswith("/api/"):  # Ollama's errors have no code
+                    assert body["error"]["code"] == expected
             assert (await ask_raw(app, method, path, "wrong"))[0] == 401
         for spelt in spellings(path):
             for method in ("GET", "POST", "HEAD", "OPTIONS"):

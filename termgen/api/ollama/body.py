@@ -149,7 +149,11 @@ SHOW = Endpoint(
     harmless=frozenset({"options"}),
     refused=dict.fromkeys(("system", "template"), is_empty),
 )
-PULL = Endpoint((PullFields,), refused=dict.fromkeys(("username", "password"), is_empty))
+PULL = Endpoint(
+    (PullFields,),
+    harmless=frozenset({"insecure"}),
+    refused=dict.fromkeys(("username", "password"), is_empty),
+)
 
 
 def with_tag(name: str) -> str:
