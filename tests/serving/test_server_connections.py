@@ -125,8 +125,8 @@ async def test_a_client_that_takes_little_by_little_gets_it_all(
     monkeypatch.setattr("termgen.serving.connection.STALL_TIMEOUT_S", 0.5)
     engine = FakeEngine(script=Script(pieces=["x" * 100_000] * 40))
     async with serving(engine) as server:
-        assert server._socket is not None  # otherwise the kernel buffers megabytes
-        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+        (listener,) = server._sockets  # otherwise the kernel buffers megabytes
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
         sock = await narrow_socket(server)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(sock, request("/v1/chat/completions", chat_body()))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeEngine, make_memory_ledger, make_model_info
-from server_harness import app_client
+from server_harness import app_client, serving
 
 from termgen import __version__
+from termgen.config import ServerConfig
+from termgen.errors import ConfigError
+from termgen.server import Server
 from termgen.vocabulary.tool_format import ToolFormat
 
 DETAILS = {
@@ -148,3 +152,39 @@ async def test_a_server_that_loads_says_so() -> None:
         for path in ("/api/tags", "/api/ps"):
             assert error(await client.get(path))[0] == 503
         assert error(await client.post("/api/show", json={"model": "x"}))[0] == 503
+
+
+# -- the second port -----------------------------------------------------------------------
+
+
+async def test_a_second_port_has_the_same_server() -> None:
+    async with serving(FakeEngine(), ollama_port=0) as server:
+        assert server.ollama_url is not None and server.ollama_url != server.url
+        async with httpx.AsyncClient() as client:
+            for url in (server.url, server.ollama_url):
+                assert (await client.get(url)).text == "Ollama is running"
+                listed = (await client.get(f"{url}/api/tags")).json()["models"]
+                assert [model["name"] for model in listed] == ["fake/model-1:latest"]
+                body = {"model": "fake/model-1", "prompt": "a"}
+                assert (await client.post(f"{url}/v1/completions", json=body)).status_code == 200
+
+
+async def test_without_it_there_is_one_port() -> None:
+    async with serving(FakeEngine()) as server:
+        assert server.ollama_url is None
+
+
+async def test_a_second_port_in_use_is_named_and_the_first_given_back() -> None:
+    with socket.socket() as taken, socket.socket() as free:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        server = Server(None, ServerConfig(port=port, ollama_port=taken.getsockname()[1]))
+        with pytest.raises(ConfigError, match="cannot listen on") as caught:
+            server.bind()
+    assert caught.value.param == "ollama_port"
+    again = Server(None, ServerConfig(port=port))
+    again.bind()
+    await again.stop()
