@@ -13,6 +13,10 @@ from fake_engine import FakeEngine, GenerateCall, Script, make_model_info
 from server_harness import ANSWER, MESSAGES, app_client, socket_client
 
 from termgen.client import ChatPrompt, FillPrompt
+from termgen.config import ServerConfig
+from termgen.serving.app import build_app
+from termgen.serving.request_metrics import RequestReport
+from termgen.serving.state import ServerState
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.tool_format import ToolFormat
 
@@ -524,3 +528,53 @@ async def test_a_client_that_leaves_ends_its_answer() -> None:
             while engine.live:
                 await asyncio.sleep(0.01)
     assert len(engine.aborted) == 1
+
+
+async def test_large_bodies_are_parsed_elsewhere() -> None:
+    engine = FakeEngine(model=make_model_info(max_model_len=100_000))
+    long = "word " * 10_000
+    async with socket_client(engine) as client:
+        for path, body in (
+            (CHAT, chat(messages=[{"role": "user", "content": long}], tools=[TOOL])),
+            (GENERATE, generate(prompt=long, images=[PIXEL, f"{PIXEL[:76]}\n{PIXEL[76:]}"])),
+        ):
+            reply = await client.post(path, json={**body, "stream": False})
+            assert reply.status_code == 200 and reply.json()["eval_count"] == 11, reply.text
+            told = await error_of(client, path, {**body, "options": {"top_k": "x"}})
+            assert told == (400, "options.top_k must be an integer, not 'x'")
+            told = await error_of(client, path, {**body, "model": "y"})
+            assert told == (404, "model 'y' not found")
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.reports: list[RequestReport] = []
+
+    def add(self, report: RequestReport) -> None:
+        self.reports.append(report)
+
+    def close(self) -> None:
+        pass
+
+
+async def test_reports_and_metrics_count_them() -> None:
+    state, sink = ServerState(ServerConfig()), Sink()
+    state._sinks.append(sink)
+    state.attach(FakeEngine())
+    transport = httpx.ASGITransport(app=build_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        await client.post(CHAT, json=chat())
+        await client.post(GENERATE, json=generate(stream=False))
+        await client.post(CHAT, json={"model": MODEL})
+        metrics = (await client.get("/metrics")).text
+        described = (await client.get("/openapi.json")).json()["paths"]
+    told = [(r.path, r.operation, r.outcome, r.num_output_tokens) for r in sink.reports]
+    assert told == [(CHAT, "chat", "ok", 11), (GENERATE, "text_completion", "ok", 11)]
+    assert all(report.answer_id.startswith("ollama-") for report in sink.reports)
+    assert 'termgen_generation_tokens_total{model="fake/model-1"} 22.0' in metrics
+    for path in (CHAT, GENERATE, "/api/show", "/api/pull"):
+        content = described[path]["post"]["requestBody"]["content"]
+        assert "model" in content["application/json"]["schema"]["properties"]
+    error = described[CHAT]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]
+    assert error == {"$ref": "#/components/schemas/OllamaError"}
+    assert {"/api/tags", "/api/ps", "/api/version"} <= described.keys()

@@ -109,6 +109,7 @@ def image_parts(given: list[Any], where: str, *, refuses_images: bool) -> list[d
     for i, image in enumerate(given):
         if not isinstance(image, str):
             raise wrong_type(f"{where}[{i}]", "base64", image)
+        image = image.replace("\r", "").replace("\n", "")  # some encoders break lines
         try:
             binascii.a2b_base64(image, strict_mode=True)
         except ValueError:
