@@ -210,6 +210,8 @@ async def test_fields_of_other_apis_are_named(fields: Any, words: str, path: str
     [
         (GENERATE, {"context": [1, 2]}, "use /api/chat"),
         (GENERATE, {"messages": MESSAGES}, "use /api/chat"),
+        (CHAT, {"prompt": "hi"}, "use /api/generate"),
+        (CHAT, {"images": [PIXEL]}, "use images of a message"),
         (GENERATE, {"raw": True, "system": "s"}, "system has no place in this prompt"),
         (GENERATE, {"suffix": "x", "images": [PIXEL]}, "images has no place"),
         (GENERATE, {"images": ["?"]}, "images[0] must be base64"),

@@ -43,6 +43,7 @@ async def test_models_are_listed_with_tags() -> None:
         assert model["size"] == 2 * 2**30 and model["details"].keys() == DETAILS
         assert model["details"]["family"] == "llama" and model["details"]["format"] == "gguf"
         assert model["details"]["quantization_level"] == "F32"
+    assert listed[0]["capabilities"] == ["completion", "tools"]
     assert listed[0]["modified_at"] == "2023-11-14T22:13:20Z"
     assert loaded[0]["size_vram"] == loaded[0]["size"] and loaded[0]["context_length"] == 4096
     assert loaded[0]["expires_at"] > "2200"

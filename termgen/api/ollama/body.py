@@ -37,7 +37,11 @@ _DURATION = re.compile(rf"[-+]?({_NUMBER}|({_NUMBER}(ns|us|µs|ms|s|m|h)){{1,8}}
 """Go's durations, such as 1h30m, and plain seconds."""
 _DIGIT = re.compile(r"[1-9]")
 
-_IN_CHATS = Instead("/api/chat")
+_IN_CHATS = dict.fromkeys(("messages", "tools"), Instead("/api/chat"))
+_IN_PROMPTS = {
+    **dict.fromkeys(("prompt", "suffix", "raw"), Instead("/api/generate")),
+    "images": Instead("images of a message"),
+}
 _TOP: dict[str, Check] = {
     **{name: CHAT_WORDS.get(name, never) for name in (*CHAT.fields, *CHAT_WORDS)},
     **{theirs: Instead(f"options.{theirs}", never) for theirs in declared(OptionFields)},
@@ -141,8 +145,8 @@ def _body(kind: type[AnswerFields], refused: Mapping[str, Check]) -> Endpoint:
     return Endpoint((kind,), harmless=HARMLESS, refused=others)
 
 
-CHAT_BODY = _body(ChatFields, _TOP)
-GENERATE_BODY = _body(GenerateFields, _TOP | dict.fromkeys(("messages", "tools"), _IN_CHATS))
+CHAT_BODY = _body(ChatFields, _TOP | _IN_PROMPTS)
+GENERATE_BODY = _body(GenerateFields, _TOP | _IN_CHATS)
 EMBED = Endpoint((EmbedFields,))
 SHOW = Endpoint(
     (ShowFields,),

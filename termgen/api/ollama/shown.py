@@ -46,7 +46,12 @@ def parse_embed(names: Sequence[str], data: Mapping[str, Any]) -> AboutModel:
 
 
 def tag_list(models: Iterable[tuple[str, ModelInfo]]) -> dict[str, Any]:
-    return {"models": [{**_entry(name, info), **_modified(info)} for name, info in models]}
+    return {
+        "models": [
+            {**_entry(name, info), "capabilities": _capabilities(info), **_modified(info)}
+            for name, info in models
+        ]
+    }
 
 
 def process_list(models: Iterable[tuple[str, ModelInfo]]) -> dict[str, Any]:
