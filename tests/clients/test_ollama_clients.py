@@ -286,6 +286,35 @@ async def _lines(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Any]:
         return [json.loads(line) async for line in reply.aiter_lines() if line]
 
 
+# -- the command ollama --------------------------------------------------------------------
+
+
+async def test_the_command() -> None:
+    """Its requests for `run`, `show`, `list` and `stop`: Go writes empty fields, too."""
+    asked = {"prompt": "", "suffix": "", "system": "", "template": "", "options": None}
+    facts = {"system": "", "template": "", "verbose": False, "options": None}
+    async with serving(calling_engine(), served_model_name=("small",)) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.head("/")).status_code == 200
+            for named in ({"model": "small", "name": ""}, {"model": "", "name": "small"}):
+                shown = await client.post("/api/show", json={**facts, **named})
+                assert shown.json()["details"]["family"] == "llama"
+            load = {"model": "small", **asked, "keep_alive": "5m0s"}
+            loaded = await client.post("/api/generate", json=load)
+            assert loaded.json()["done_reason"] == "load"
+            chat = {"model": "small", "messages": MESSAGES, "options": {}}
+            lines = await _lines(client, {**chat, "keep_alive": "5m0s"})
+            assert "".join(line["message"]["content"] for line in lines) == ANSWER
+            once = await client.post("/api/generate", json={**load, "prompt": "hi"})
+            assert json.loads(once.text.splitlines()[-1])["eval_count"] == 11
+            listed = (await client.get("/api/tags")).json()["models"]
+            assert listed[0]["digest"][:12].isalnum()
+            stop = await client.post("/api/generate", json={**load, "keep_alive": "0s"})
+            assert stop.status_code == 400 and "keeps its model loaded" in stop.json()["error"]
+            pull = {"model": "", "name": "small", "username": "", "password": ""}
+            assert (await client.post("/api/pull", json=pull)).json() == {"status": "success"}
+
+
 # -- a real model --------------------------------------------------------------------------
 
 
