@@ -119,7 +119,8 @@ class ChatRequest:
     def begins_answers(self) -> bool:
         """The prompt ends with the beginning of an answer."""
         prompt = self.job.prompt
-        assert isinstance(prompt, ChatPrompt)
+        if not isinstance(prompt, ChatPrompt):
+            return False
         return prompt.add_generation_prompt or prompt.continue_final_message
 
 

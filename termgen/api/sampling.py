@@ -96,7 +96,7 @@ def _harmless(neutral: Neutral) -> Check:
     return one_of(*neutral) if neutral else never
 
 
-def _number(row: Row) -> tuple[str, Any, None]:
+def number_field(row: Row) -> tuple[str, Any, None]:
     """The field of a body for a number that has a column, None where it is not given. Limits of a
     real number are checked by `SamplingParams`."""
     kind: Any = float
@@ -201,7 +201,7 @@ if TYPE_CHECKING:
 else:
     NumberFields = defstruct(
         "NumberFields",
-        map(_number, COLUMNS.values()),
+        map(number_field, COLUMNS.values()),
         bases=(ConstraintFields,),
         namespace={"__doc__": "Numbers of the device's columns, made from their rows."},
         module=__name__,

@@ -621,3 +621,15 @@ async def test_a_strict_schema_is_enforced_in_full_or_refused(long_llama_dir: Pa
         form = {"type": "json_schema", "name": "n", "schema": TWO_KINDS}
         whole = await client.post("/v1/responses", json={"input": "x", "text": {"format": form}})
         assert whole.status_code == 400, "its answers have no place for what is not satisfied"
+
+
+async def test_ollamas_last_line_has_the_errors(long_llama_dir: Path) -> None:
+    schema = {**TWO_KINDS, "minItems": 3, "maxItems": 3}
+    async with tiny_server(long_llama_dir) as (client, engine):
+        body = {"model": engine.model.model_id, "messages": MESSAGES, "format": schema}
+        body["options"] = {"seed": 5, "num_predict": 60}
+        whole = (await client.post("/api/chat", json={**body, "stream": False})).json()
+        lines = (await client.post("/api/chat", json=body)).text.splitlines()
+    for last in (whole, json.loads(lines[-1])):
+        assert last["done"] and "non-unique" in last["schema_errors"][0]
+    assert not any("schema_errors" in line for line in lines[:-1])
