@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,6 +108,10 @@ class AnswerCheck(Protocol):
 
     def errors(self, answer: str) -> tuple[str, ...]:
         """One line for each; empty if all is. May wait for another process."""
+        ...
+
+    def submit(self, answer: str) -> Future[tuple[str, ...]]:
+        """The same in a thread."""
         ...
 
 

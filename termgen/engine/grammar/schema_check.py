@@ -7,13 +7,18 @@ and the schema is a client's. The engine has one; its process starts with the fi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from termgen.client import TokenDelta
 from termgen.engine.grammar.schema_program import CheckTask
 from termgen.errors import EngineDeadError, RequestError
+from termgen.system.daemon_threads import DaemonThreads
 from termgen.system.helper_process import (
     HelperClosed,
     HelperFault,
@@ -26,10 +31,13 @@ from termgen.vocabulary.request import is_whole
 from termgen.vocabulary.token_mask import AnswerCheck
 
 PROGRAM = Path(__file__).with_name("schema_program.py")
-BUILD_S = 5.0
-"""Limit of the first look at a schema, which may have to start Python's part of the library."""
-CHECK_S = 1.0
-"""Limit of the check of an answer: others wait meanwhile."""
+BUILD_S = 2.0
+"""Limit of the first look at a schema."""
+TOO_SLOW = "could not be checked: it took too long"
+CHECK_S = 0.5
+"""Limit of the check of an answer: others wait meanwhile, so it is exceeded once a schema."""
+MAX_SLOW = 256
+"""Schemas that are remembered as too slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +49,27 @@ class SchemaCheck:
 
     def errors(self, answer: str) -> tuple[str, ...]:
         """What the answer does not satisfy, one line each; empty if it does. Waits for a process:
-        not for an event loop."""
+        an event loop calls `submit` instead."""
         return self.checker.errors(self.schema, answer)
+
+    def submit(self, answer: str) -> Future[tuple[str, ...]]:
+        """`errors` in the checker's own thread."""
+        return self.checker.submit(partial(self.errors, answer))
 
 
 class SchemaChecker:
-    """Owns the helper process. Any thread may call it."""
+    """Owns the helper process, and a thread that waits for it. Any thread may call it."""
 
     def __init__(self) -> None:
         self._helper = HelperProcess(PROGRAM)
+        self._threads = DaemonThreads(1, "schema-check")
+        self._slow: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
 
     def check_of(self, schema: str) -> SchemaCheck:
         """Raises RequestError if answers could not be checked against the schema."""
+        if self._is_slow(schema):
+            raise _too_much("time")
         try:
             self._helper.ask(CheckTask(schema), limit_s=BUILD_S)
         except HelperClosed:
@@ -60,24 +77,50 @@ class SchemaChecker:
         except HelperMissing:
             raise no_process("schema", "tried out") from None
         except HelperFault as fault:
-            what = "time" if isinstance(fault, HelperTooSlow) else "memory"
-            raise RequestError(
-                f"answers would take too much {what} to be checked against it",
-                code="invalid_schema",
-            ) from None
+            raise _too_much("time" if isinstance(fault, HelperTooSlow) else "memory") from None
         return SchemaCheck(schema, self)
 
     def errors(self, schema: str, answer: str) -> tuple[str, ...]:
+        if self._is_slow(schema):
+            return (TOO_SLOW,)
         try:
             found: tuple[str, ...] = self._helper.ask(CheckTask(schema, answer), limit_s=CHECK_S)
-        except HelperFault as fault:
-            why = "it took too long" if isinstance(fault, HelperTooSlow) else "its process ended"
-            return (f"could not be checked: {why}",)
+        except HelperTooSlow:
+            with self._lock:
+                self._slow[schema] = None
+                if len(self._slow) > MAX_SLOW:
+                    self._slow.popitem(last=False)
+            return (TOO_SLOW,)
+        except HelperFault:
+            return ("could not be checked: the process that does it ended",)
         return found
+
+    def submit(self, work: Callable[[], tuple[str, ...]]) -> Future[tuple[str, ...]]:
+        """Run `work`, which does not raise, after all that was submitted before."""
+        future: Future[tuple[str, ...]] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():  # the client may have gone
+                future.set_result(work())
+
+        with self._lock:
+            self._threads.submit(run)
+        return future
+
+    def _is_slow(self, schema: str) -> bool:
+        with self._lock:
+            return schema in self._slow
 
     def close(self) -> None:
         """End the process. Nothing may be checked afterwards."""
         self._helper.close()
+        self._threads.close()
+
+
+def _too_much(what: str) -> RequestError:
+    return RequestError(
+        f"answers would take too much {what} to be checked against it", code="invalid_schema"
+    )
 
 
 async def with_checks(
@@ -90,6 +133,6 @@ async def with_checks(
         texts.setdefault(delta.index, []).append(delta.text)
         if is_whole(delta.finish_reason, delta.stop_reason):
             answer = "".join(texts.pop(delta.index))
-            errors = await asyncio.to_thread(check.errors, answer)
+            errors = await asyncio.wrap_future(check.submit(answer))
             delta = replace(delta, schema_errors=errors)
         yield delta

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import jsonschema
@@ -87,15 +90,45 @@ def test_a_schema_that_refers_to_itself(checker: SchemaChecker) -> None:
     assert isinstance(errors(checker, schema, [[1], 2]), tuple)
 
 
-def test_a_check_that_ends_its_process_is_said_and_the_next_one_works(
+def test_a_schema_that_is_too_slow_holds_others_up_once(
     checker: SchemaChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = checker.check_of('{"not": {"const": 1}}')
-    monkeypatch.setattr(schema_check, "CHECK_S", 1e-6)
-    (line,) = check.errors("1")
-    assert line == "could not be checked: it took too long"
+    """Each definition is looked at twice by the one before it."""
+    chain = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    schema = json.dumps({"not": {"$ref": "#/$defs/d0"}, "$defs": {**chain, "d40": {}}})
+    check = checker.check_of(schema)
+    began = time.monotonic()
+    assert check.errors("1") == (schema_check.TOO_SLOW,)
+    assert time.monotonic() - began > schema_check.CHECK_S
+    monkeypatch.setattr(checker._helper, "ask", None)
+    assert check.errors("2") == (schema_check.TOO_SLOW,)
+    with pytest.raises(RequestError, match="too much time"):
+        checker.check_of(schema)
     monkeypatch.undo()
-    assert check.errors("2") == () and len(check.errors("1")) == 1
+    other = checker.check_of('{"not": {"const": 1}}')
+    assert other.errors("2") == () and len(other.errors("1")) == 1
+
+
+def test_a_process_that_ends_is_said_and_the_next_one_works(checker: SchemaChecker) -> None:
+    check = checker.check_of('{"not": {"const": 1}}')
+    child = checker._helper.start()
+    child.kill()
+    child.wait()
+    assert len(check.errors("1")) == 1
+
+
+def test_a_client_that_has_gone_is_not_waited_for(checker: SchemaChecker) -> None:
+    check, hold = checker.check_of('{"not": {"const": 1}}'), threading.Event()
+
+    def wait() -> tuple[str, ...]:
+        hold.wait(10)
+        return ()
+
+    first = checker.submit(wait)
+    gone, stays = check.submit("1"), check.submit("1")
+    assert gone.cancel()
+    hold.set()
+    assert first.result(10) == () and len(stays.result(10)) == 1
 
 
 def test_after_the_end_nothing_is_checked() -> None:
@@ -150,6 +183,11 @@ class _Odd:
 
     def errors(self, answer: str) -> tuple[str, ...]:
         return () if len(answer) % 2 else (answer,)
+
+    def submit(self, answer: str) -> Future[tuple[str, ...]]:
+        future: Future[tuple[str, ...]] = Future()
+        future.set_result(self.errors(answer))
+        return future
 
 
 async def test_only_answers_that_ended_by_themselves_are_checked() -> None:
