@@ -60,6 +60,29 @@ VALID: dict[str, dict[str, Any]] = json.loads("""
         "tool_choice": {"type": "auto"}, "stop_sequences": ["x"], "temperature": 0.1, "top_k": 4,
         "thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}, "stream": false
     },
+    "/api/chat": {
+        "model": "tiny:latest", "stream": true, "think": false, "format": "", "keep_alive": "5m",
+        "messages": [
+            {"role": "user", "content": "x", "images": ["aGk="]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            {"role": "tool", "tool_name": "f", "content": "y"}
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        ],
+        "options": {
+            "num_predict": 2, "temperature": 0.5, "top_k": 5.0, "top_p": 0.9, "min_p": 0.1,
+            "seed": -1, "stop": ["x"], "repeat_penalty": 1.1, "repeat_last_n": -1, "num_ctx": 64,
+            "presence_penalty": 0.1, "mirostat": 0, "num_gpu": 1, "num_keep": 4, "typical_p": 1.0
+        },
+        "logprobs": true, "top_logprobs": 1, "truncate": false, "shift": false
+    },
+    "/api/generate": {
+        "model": "tiny", "prompt": "x", "system": "s", "stream": false, "raw": false,
+        "suffix": "", "template": "", "context": [], "images": [], "keep_alive": -1,
+        "options": {"num_predict": 2, "seed": 3}, "logprobs": false
+    },
+    "/api/show": {"model": "tiny", "verbose": false},
     "/tokenize": {"prompt": "x", "add_special_tokens": true, "return_token_strs": true},
     "/detokenize": {"tokens": [5, 6]}
 }
@@ -221,7 +244,7 @@ def structural_tag(rng: Rng) -> Any:
 # -- bodies ------------------------------------------------------------------------------------
 
 
-NEEDED = ("messages", "prompt", "input", "max_tokens", "max_output_tokens", "tokens")
+NEEDED = ("model", "messages", "prompt", "input", "max_tokens", "max_output_tokens", "tokens")
 
 
 @dataclass(frozen=True)
@@ -249,6 +272,9 @@ def _schema_body(rng: Rng) -> Body:
         wanted = {"format": {"type": "json_schema", "name": "a", "schema": made}}
         body = {"input": "x", "max_output_tokens": 3, "text": wanted}
         return Body(kind, "/v1/responses", dumps(body).encode())
+    if where == 2:
+        ask = {"model": "tiny", "messages": MESSAGES, "options": {"num_predict": 3}}
+        return Body(kind, "/api/chat", dumps({**ask, "format": made}).encode())
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": made}}
     return _chat(kind, response_format=wanted)
 

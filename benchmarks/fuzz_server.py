@@ -70,8 +70,11 @@ def fault_of(sent: Body, answer: Answer) -> str | None:
         return f"answer {answer.status}"
     if answer.status < 400 or answer.status == 429:
         return None
+    is_ollamas = sent.path.startswith("/api/")
     try:
         error = json.loads(answer.content)["error"]
+        if is_ollamas:  # a text, and nothing else
+            error = {"message": error + ""}
         message, code = error["message"], error.get("code")
     except (ValueError, KeyError, TypeError):
         return "refusal without an error object"
@@ -80,6 +83,10 @@ def fault_of(sent: Body, answer: Answer) -> str | None:
     fields = _fields_of(sent.content)
     if fields is None:  # not a JSON object: there is no field to name
         return None
+    if is_ollamas:
+        is_whole = message.startswith("The request body")
+        is_named = any(name and name in message for name in fields)
+        return None if is_whole or is_named else NO_FIELD
     if sent.path == "/v1/messages":  # Anthropic's errors have no place for either but the message
         named = [*fields, *(f"({code})" for code in WHOLE_BODY_CODES)]
         return None if any(name and name in message for name in named) else NO_FIELD

@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_drafts.py --model llama-3.1-8b --method eagle3 --drafts 3 5
     python benchmarks/gpu_drafts.py --model qwen3.6-27b --method mtp --acceptance .84 .60 .39
+    python benchmarks/gpu_drafts.py --model llama-3.1-8b --method dflash --drafts 7 15
 
 Random weights guess nothing rightly. So the matrix of the head is set to zero, by which every draw
 is token 0; and when the drafter has done its work in full, its drafts are replaced by token 0 or by
 another, by chance. --acceptance: how often a draft and all before it are right, by position; one
-number is that of each draft behind right ones. An EAGLE-3 head has the layer of its target and a
-vocabulary of 32,000 tokens.
+number is that of each draft behind right ones. Heads are made up, too: see made_up_heads.py.
 
 A cell without drafts comes first; then all rows have all drafts in every step, whatever they cost,
 or as many as the engine chooses (--choose), which it learns while the cell warms up.
@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from gpu_decode import PROMPT, add, drain, make_engine
 from machine import gpu_name, machine_facts, parser_of, print_rows, write_report
+from made_up_heads import HEADS
 from made_up_models import write_config
-from safetensors.torch import save_file
 
 from termgen.engine.device.drafting.base import DraftModel, TargetStates
 from termgen.engine.device.drafting.on_device import DeviceDrafter
@@ -41,7 +41,6 @@ from termgen.vocabulary.events import StepRecord
 WARM_STEPS = 20
 LEARNING_STEPS = 400
 """With --choose, before a cell is timed."""
-EAGLE_VOCABULARY = 32_000
 
 
 @triton.jit
@@ -128,44 +127,6 @@ def replace_drafters(made: type[CoinDrafts]) -> None:
     vars(build)["make_drafter"] = make_coin
 
 
-def write_eagle3(target: Path, folder: Path) -> Path:
-    config = json.loads((target / "config.json").read_text())
-    hidden, inner, heads = (
-        config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    dim = config.get("head_dim") or hidden // heads
-    keys = config["num_key_value_heads"] * dim
-    config |= {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": EAGLE_VOCABULARY,
-        "tie_word_embeddings": False,
-    }
-    shapes = {
-        "midlayer.self_attn.q_proj": (heads * dim, 2 * hidden),
-        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
-        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
-        "midlayer.self_attn.o_proj": (hidden, heads * dim),
-        "midlayer.mlp.gate_proj": (inner, hidden),
-        "midlayer.mlp.up_proj": (inner, hidden),
-        "midlayer.mlp.down_proj": (hidden, inner),
-        "fc": (hidden, 3 * hidden),
-        "lm_head": (EAGLE_VOCABULARY, hidden),
-        **{f"midlayer.{name}": (hidden,) for name in ("input_layernorm", "hidden_norm")},
-        "midlayer.post_attention_layernorm": (hidden,),
-        "norm": (hidden,),
-    }
-    tensors = {
-        f"{name}.weight": torch.randn(shape, dtype=torch.bfloat16) * shape[-1] ** -0.5
-        for name, shape in shapes.items()
-    }
-    tensors["d2t"] = torch.zeros(EAGLE_VOCABULARY, dtype=torch.int64)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
 def cell(
     engine: SyncEngine, batch: int, num_drafts: int, warm_steps: int, steps: int
 ) -> dict[str, Any]:
@@ -214,7 +175,7 @@ def run(
     options: dict[str, Any] = {"max_num_seqs": max(batches)}
     if num_drafts:
         chosen: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
-        if method == "eagle3":
+        if method in HEADS:
             chosen["model"] = str(model.parent / "head")
         options["speculative_config"] = json.dumps(chosen)
     engine = make_engine(model, **options)
@@ -244,7 +205,7 @@ def run(
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--method", choices=("ngram", "mtp", "eagle3"), default="ngram")
+    parser.add_argument("--method", choices=("ngram", "mtp", *HEADS), default="ngram")
     parser.add_argument("--drafts", type=int, nargs="+", default=[3])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--choose", action="store_true")
@@ -255,8 +216,8 @@ def main() -> None:
     steps = {"warm_steps": LEARNING_STEPS if args.choose else WARM_STEPS, "steps": args.steps}
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder), args.model)
-        if args.method == "eagle3":
-            write_eagle3(model, Path(folder) / "head")
+        if args.method in HEADS:
+            HEADS[args.method](model, Path(folder) / "head")
         rows = run(model, args.method, 0, args.batch_sizes, acceptance, **steps)
         replace_drafters(CoinDrafts if args.choose else AllDrafts)
         for number in args.drafts:

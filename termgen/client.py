@@ -181,6 +181,9 @@ class TokenDelta:
     engine runs in this process. A character of several tokens counts for its last one."""
     vector: FloatVector | None = field(default=None, compare=False)
     """Set on the last and only delta of a request with `pooling`."""
+    schema_errors: tuple[str, ...] | None = None
+    """Set on the last delta of a whole answer whose schema no grammar enforces in full: what it
+    does not satisfy, one line each; empty if it satisfies all."""
     calls: tuple[CallPiece, ...] = ()
     """Tool calls, where a remote server takes them out of the text; else they are in `text`."""
 

@@ -371,6 +371,13 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0: any free one", minimum=0, maximum=65535)
+    ollama_port: int | None = setting(
+        None,
+        "second port to listen on, for clients that expect Ollama: 11434 is where they look; 0: "
+        "any free one (default: --port only, which answers them too)",
+        minimum=0,
+        maximum=65535,
+    )
     api_key: tuple[str, ...] = setting(
         (),
         "key that clients must send; several are allowed (default: none needed). Other users of "

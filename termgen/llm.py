@@ -33,7 +33,7 @@ from termgen.library.catalog import ensure_model
 from termgen.library.progress import TerminalProgress
 from termgen.system.cpu_slices import quick_lock
 from termgen.vocabulary.device.pooling import PoolingParams
-from termgen.vocabulary.request import GenerationRequest
+from termgen.vocabulary.request import GenerationRequest, is_whole
 from termgen.vocabulary.sampling_params import SamplingParams
 
 PromptInput = str | Sequence[int] | Mapping[str, Any]
@@ -208,7 +208,7 @@ class LLM:
             for request, given in zip(requests, inputs, strict=True)
         }
         self._run_all(requests, builders, use_tqdm=use_tqdm)
-        outputs = [builder.build() for builder in builders.values()]
+        outputs = [_checked(builders[request.request_id].build(), request) for request in requests]
         _warn_of_failures(outputs)
         return outputs
 
@@ -283,6 +283,20 @@ class LLM:
                 if use_tqdm:
                     bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
         assert all(b.finished for b in builders.values()), "the engine lost a request"
+
+
+def _checked(output: RequestOutput, request: GenerationRequest) -> RequestOutput:
+    """The output with what its answers do not satisfy of their form."""
+    check = None if request.grammar is None else request.grammar.check
+    if check is None:
+        return output
+    answers = [
+        replace(answer, schema_errors=check.errors(answer.text))
+        if is_whole(answer.finish_reason, answer.stop_reason)
+        else answer
+        for answer in output.outputs
+    ]
+    return replace(output, outputs=answers)
 
 
 @dataclass(frozen=True, slots=True)

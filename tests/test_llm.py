@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from termgen import LLM, SamplingParams
+from termgen import LLM, SamplingParams, StructuredOutputsParams
 from termgen.errors import ConfigError, ContextLengthError, EngineError, ModelError, RequestError
 
 SETTINGS: dict[str, Any] = {
@@ -271,3 +271,20 @@ def test_after_shutdown_nothing_runs(tiny_llama_dir: Path) -> None:
     llm.shutdown()
     with pytest.raises(EngineError, match="shut down"):
         llm.generate("x", GREEDY)
+
+
+def test_an_answer_is_checked_against_what_its_grammar_leaves_out(llm: LLM) -> None:
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}
+
+    def errors(length: int, max_tokens: int = 60) -> tuple[str, ...] | None:
+        wanted = {**schema, "minItems": length, "maxItems": length}
+        form = StructuredOutputsParams(json=wanted, strict=False)
+        params = SamplingParams(max_tokens=max_tokens, seed=1, structured_outputs=form)
+        return llm.generate("x", params)[0].outputs[0].schema_errors
+
+    assert errors(1) == () and errors(3, max_tokens=2) is None
+    (line,) = errors(3) or ()
+    assert "non-unique" in line
+    with pytest.raises(RequestError, match="uniqueItems"):
+        form = StructuredOutputsParams(json=schema)
+        llm.generate("x", SamplingParams(structured_outputs=form))

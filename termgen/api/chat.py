@@ -20,7 +20,15 @@ from termgen.api.fields import (
     read,
     wrong_type,
 )
-from termgen.api.job import AnswerStream, Choice, Job, ResponseOptions, Tally, parse_options
+from termgen.api.job import (
+    AnswerStream,
+    Choice,
+    Job,
+    ResponseOptions,
+    Tally,
+    end_fields,
+    parse_options,
+)
 from termgen.api.logprobs import chat_logprobs_object, prompt_logprobs_list
 from termgen.api.rows import GeneratingRow
 from termgen.api.sampling import (
@@ -111,7 +119,8 @@ class ChatRequest:
     def begins_answers(self) -> bool:
         """The prompt ends with the beginning of an answer."""
         prompt = self.job.prompt
-        assert isinstance(prompt, ChatPrompt)
+        if not isinstance(prompt, ChatPrompt):
+            return False
         return prompt.add_generation_prompt or prompt.continue_final_message
 
 
@@ -307,7 +316,7 @@ def chat_response(request: ChatRequest, answers: list[TokenDelta]) -> dict[str, 
             "message": {"role": "assistant", **fields, "refusal": None},
             "logprobs": None,
             "finish_reason": _finish_reason_of(answer, parser, tools),
-            "stop_reason": answer.stop_reason,
+            **end_fields(answer),
         }
         if params.logprobs is not None:
             choice["logprobs"] = chat_logprobs_object(

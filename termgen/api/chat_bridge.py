@@ -1,4 +1,4 @@
-"""Shared code of the endpoints that are a chat in other words: /v1/messages and /v1/responses.
+"""Shared code of the endpoints that are a chat in other words, such as /v1/messages.
 
 They translate their body into one of /v1/chat/completions, so that there is one place where
 parameters, messages and tools are checked, and translate its chunks back: `ChatNews` turns chunks
@@ -128,8 +128,10 @@ def parse_as_chat(
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The error with the client's name of the field; the longest name that fits wins."""
-    param = _renamed_name(_TOOL.sub(r"\1", error.param or ""), names)
+    """The error with the client's name of the field; the longest name that fits wins. With
+    `function` among the names, a tool keeps its fields in an object of that name."""
+    param = error.param or ""
+    param = _renamed_name(param if "function" in names else _TOOL.sub(r"\1", param), names)
     if "parameters" in names:
         param = param.replace("].parameters", f"].{names['parameters']}")
     message = str(error).replace(error.param, param, 1) if error.param else str(error)

@@ -23,7 +23,15 @@ from termgen.api.fields import (
     wanted,
     wrong_type,
 )
-from termgen.api.job import AnswerStream, Choice, Job, ResponseOptions, Tally, parse_options
+from termgen.api.job import (
+    AnswerStream,
+    Choice,
+    Job,
+    ResponseOptions,
+    Tally,
+    end_fields,
+    parse_options,
+)
 from termgen.api.logprobs import TextLogprobs, prompt_logprobs_list
 from termgen.api.rows import GeneratingRow
 from termgen.api.sampling import (
@@ -332,7 +340,7 @@ def completion_response(
             "text": echo + answer.text,
             "logprobs": None,
             "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
+            **end_fields(answer),
         }
         if request.wants_logprobs:
             shown = _shown(of_prompt, request.num_top) if request.echo else ()

@@ -194,6 +194,11 @@ def request_aborted() -> RequestError:
     return RequestError("The request was aborted", code="aborted", status=500, type="server_error")
 
 
+def not_supported(message: str) -> RequestError:
+    """Refusal of an endpoint that clients know and this server does not have."""
+    return RequestError(message, code="not_supported", status=501, type="server_error")
+
+
 def _request_headers(exc: RequestError) -> dict[str, str]:
     if exc.status == 401:
         return {"www-authenticate": "Bearer"}
@@ -204,4 +209,4 @@ def _request_headers(exc: RequestError) -> dict[str, str]:
         }
     if exc.status == 503:
         return {"retry-after": "5"}
-    return dict(NO_RETRY) if exc.code == "aborted" else {}
+    return dict(NO_RETRY) if exc.code == "aborted" or exc.status == 501 else {}

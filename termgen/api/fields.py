@@ -370,6 +370,8 @@ class Served:
     trusts_template: bool
     refuses_images: bool
     force_include_usage: bool
+    max_model_len: int
+    has_chat_template: bool
     pooling: PoolingInfo = PoolingInfo()
     """How the model's vectors are made."""
 
@@ -390,12 +392,13 @@ class Served:
 
 def parse_for_model(
     models: Mapping[str, Served],
+    resolve: Callable[[object, Sequence[str]], str],
     parse: Callable[[Served, Mapping[str, Any]], R],
     data: Mapping[str, Any],
 ) -> tuple[str, R]:
     """The name of the model that a body asks for, and the body, parsed for it. models: those that
     are served, by name."""
-    name = resolve_model(data.get("model"), tuple(models))
+    name = resolve(data.get("model"), tuple(models))
     return name, parse(models[name], data)
 
 

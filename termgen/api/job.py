@@ -165,6 +165,14 @@ def _timing_fields(timings: RequestTimings, num_tokens: int) -> dict[str, float 
     }
 
 
+def end_fields(last: TokenDelta) -> dict[str, Any]:
+    """Fields of a choice that say how it ended."""
+    fields: dict[str, Any] = {"stop_reason": last.stop_reason}
+    if last.schema_errors is not None:
+        fields["finish_details"] = {"schema_errors": last.schema_errors}
+    return fields
+
+
 class Choice:
     """State of one streamed choice: logprobs and ids of tokens whose text is held back."""
 
@@ -231,7 +239,7 @@ class AnswerStream(ABC, Generic[C]):
 
     def _finish(self, chunk: dict[str, Any], delta: TokenDelta) -> None:
         """Add the fields of a choice's last chunk."""
-        chunk["choices"][0]["stop_reason"] = delta.stop_reason
+        chunk["choices"][0] |= end_fields(delta)
         self._num_open -= 1
         o = self._options
         if o.include_timings and not o.include_usage and self._num_open == 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from termgen.api.errors import OPENAI_ERRORS, ErrorShape
-from termgen.api.fields import Endpoint, Served
+from termgen.api.fields import Endpoint, Served, resolve_model
 from termgen.api.job import Job, ResponseOptions
 from termgen.api.sse import Wire
 from termgen.client import GenerationClient, Prompt, TokenDelta
@@ -88,6 +88,9 @@ class AskingRow(Row, Generic[A]):
     """An endpoint whose body asks the engine for something."""
 
     methods: tuple[str, ...] = ("POST",)
+    resolve: Callable[[object, Sequence[str]], str] = resolve_model
+    """(the `model` of a body, the served names) -> the served name that is meant; a function of a
+    module, as `parse` is."""
     parse: Callable[[Served, Mapping[str, Any]], A]
     """A function of a module: another process calls it for large bodies, and its result is pickled.
     Raises RequestError."""
@@ -100,7 +103,8 @@ class GeneratingRow(AskingRow[G]):
     stream: Callable[[G], ChunkStream] | None = None
     """None: no answer is streamed, and the parsed body never asks for it."""
     whole: Callable[[G, list[TokenDelta]], dict[str, Any] | bytes]
-    """The answer that is not streamed, from one merged delta for each choice; bytes are JSON."""
+    """The answer that is not streamed, from one merged delta for each choice; from none where a
+    body asks for no generation. Bytes are JSON."""
     prepare: Callable[[G, GenerationClient], Coroutine[Any, Any, None]] | None = None
     """Work that these two need, done after admission and before the first delta."""
     names: Mapping[str, str] = field(default_factory=dict)

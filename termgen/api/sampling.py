@@ -96,7 +96,7 @@ def _harmless(neutral: Neutral) -> Check:
     return one_of(*neutral) if neutral else never
 
 
-def _number(row: Row) -> tuple[str, Any, None]:
+def number_field(row: Row) -> tuple[str, Any, None]:
     """The field of a body for a number that has a column, None where it is not given. Limits of a
     real number are checked by `SamplingParams`."""
     kind: Any = float
@@ -201,7 +201,7 @@ if TYPE_CHECKING:
 else:
     NumberFields = defstruct(
         "NumberFields",
-        map(_number, COLUMNS.values()),
+        map(number_field, COLUMNS.values()),
         bases=(ConstraintFields,),
         namespace={"__doc__": "Numbers of the device's columns, made from their rows."},
         module=__name__,
@@ -418,14 +418,17 @@ def _response_format(value: dict[str, Any] | None) -> StructuredOutputsParams | 
         schema = wrapper.get("schema")
         if not isinstance(schema, dict):
             raise wrong_type(f"{name}.json_schema.schema", "an object", schema)
-        return _structured({"json": schema}, name)
+        strict = wrapper.get("strict") or False
+        if not isinstance(strict, bool):
+            raise wrong_type(f"{name}.json_schema.strict", "true or false", strict)
+        return _structured({"json": schema, "strict": strict}, name)
     raise unsupported(name, f"{name}.type must be text, json_object or json_schema")
 
 
 def _structured_outputs(value: dict[str, Any] | None) -> StructuredOutputsParams | None:
     name = "structured_outputs"
     given = {key: item for key, item in (value or {}).items() if item is not None}
-    unknown = sorted(given.keys() - set(KINDS))
+    unknown = sorted(given.keys() - {*KINDS, "strict"})
     if unknown:
         raise unsupported(name, f"{name}.{unknown[0]:.40} is not supported by this server")
     return _structured(given, name) if given else None
@@ -435,4 +438,4 @@ def _structured(given: dict[str, Any], name: str) -> StructuredOutputsParams:
     choice = given.get("choice")
     if isinstance(choice, list):
         given = {**given, "choice": tuple(choice)}
-    return StructuredOutputsParams(**given, param=name)
+    return StructuredOutputsParams(**{"strict": False, **given}, param=name)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from termgen.vocabulary.schemas.enforced import enforced
 from termgen.vocabulary.tool_format import ToolFormat, ToolStyle
 
 ANY_OBJECT = {"type": "object"}
@@ -142,4 +143,4 @@ def _json(schema: dict[str, Any], *, lenient: bool = False, is_spaced: bool = Fa
     options: dict[str, Any] = {"whitespace_flexible": False, "lenient": lenient}
     if is_spaced:
         options |= {"item_separator": ", ", "key_separator": ": "}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    return "%json " + json.dumps({**enforced(schema).schema, "x-guidance": options})

@@ -77,6 +77,23 @@ class EngineHolder:
             await engine.shutdown()
 
 
+class CatalogFetcher:
+    """Fetches models for administrators of a server."""
+
+    def num_bytes(self, name: str) -> int | None:
+        """About how much is fetched; None for a model that the catalog does not know."""
+        from termgen.library.catalog import CATALOG
+
+        known = CATALOG.get(name.lower())
+        return None if known is None else known.download_bytes
+
+    def fetch(self, name: str, report: Progress) -> None:
+        """Fetch a model of the catalog or the hub. Raises ModelError."""
+        from termgen.library.catalog import pull
+
+        pull(name, report)
+
+
 def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -> int:
     if server_config.dashboard:
         from termgen.tui.app import TermgenApp
@@ -90,8 +107,8 @@ def run_serve(config: EngineConfig, server_config: ServerConfig, ui: UIConfig) -
     from termgen.server import Server, run_server
 
     if not server_config.dashboard:
-        return run_server(holder.start, holder.stop, server_config)
-    server = Server(None, server_config)
+        return run_server(holder.start, holder.stop, server_config, fetcher=CatalogFetcher())
+    server = Server(None, server_config, fetcher=CatalogFetcher())
     server.bind()  # report a port in use on the plain terminal, before any screen
     served = ServedEngine(holder, server, drain_s=server_config.drain_timeout)
     return run_app(

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from termgen.client import ModelInfo
+from termgen.config import is_loopback
 from termgen.errors import ConfigError, EngineError
 from termgen.remote.failures import short
 from termgen.remote.wire import Dialect, dialect_of, unsent_params
@@ -92,5 +93,5 @@ def model_info(url: str, model: RemoteModel) -> ModelInfo:
         unsent_params=unsent_params(dialect_of(model.owner)),
         reads_calls=True,
         holds_calls=dialect_of(model.owner) is Dialect.TERMGEN,
-        counts_tokens=dialect_of(model.owner).knows_all,
+        counts_tokens=dialect_of(model.owner).knows_all and is_loopback(httpx.URL(url).host),
     )

@@ -48,8 +48,11 @@ async def generate(row: GeneratingRow[Any], request: Request) -> ASGIApp:
     state = state_of(request)
     name, asked = await _parse_body(row, request)
     _check_priorities(caller_of(request.scope), asked.jobs)
-    headers = _ignored_headers(state, asked)
+    headers = ignored_headers(state, asked)
     engine, options = state.require_generation(name), asked.options
+    if not asked.jobs:
+        state.check_awake()
+        return JSONReply(row.whole(asked, []), headers=headers)
     generation = Generation(
         state,
         engine,
@@ -78,7 +81,7 @@ async def work_on_tokens(row: TokenRow[Any], request: Request) -> Response:
     engine = state.engines.generation(name)
     with state.admission.place(state.admission.estimate(row.measured(asked))):
         answer = await until_disconnect(request.receive, row.work(asked, engine))
-    return JSONReply(answer, headers=_ignored_headers(state, asked))
+    return JSONReply(answer, headers=ignored_headers(state, asked))
 
 
 # -- bodies --------------------------------------------------------------------------------
@@ -89,10 +92,11 @@ async def _parse_body(row: AskingRow[A], request: Request) -> tuple[str, A]:
     state = state_of(request)
     state.check_ready()
     state.admission.check_room()
-    return await _read_json(request, partial(parse_for_model, state.served_models(), row.parse))
+    take = partial(parse_for_model, state.served_models(), row.resolve, row.parse)
+    return await read_json(request, take)
 
 
-async def _read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:
+async def read_json(request: Request, take: Callable[[dict[str, Any]], T]) -> T:
     """Apply `take` to the body of a POST, which must declare that it is JSON.
 
     For a large body, `take` is called in another process: it is a function of a module, or a
@@ -132,7 +136,7 @@ async def _read(request: Request, share: BodyShare) -> list[bytes]:
 # -- answers -------------------------------------------------------------------------------
 
 
-def _ignored_headers(state: ServerState, asked: Asked) -> Headers:
+def ignored_headers(state: ServerState, asked: Asked) -> Headers:
     """Headers that name the fields without effect; counts the unknown ones."""
     headers = {"x-termgen-not-used": ignored_header(asked.not_used)} if asked.not_used else {}
     if not asked.ignored:

@@ -14,11 +14,13 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from termgen import __version__
+from termgen.api.ollama.pull import Fetcher
 from termgen.client import EngineClient
 from termgen.config import ServerConfig, is_loopback
 from termgen.errors import ConfigError
@@ -66,14 +68,24 @@ class Server:
     await server.stop()     # drains; `serve` has returned afterwards
     """
 
-    def __init__(self, engine: EngineClient | None, config: ServerConfig) -> None:
-        """Without an engine, requests are answered 503 `loading` until `attach`."""
+    def __init__(
+        self,
+        engine: EngineClient | None,
+        config: ServerConfig,
+        *,
+        fetcher: Fetcher | None = None,
+    ) -> None:
+        """Without an engine, requests are answered 503 `loading` until `attach`. fetcher: fetches
+        models for administrators."""
         self._config = config
         self._state = ServerState(config)
+        self._state.fetcher = fetcher
         if engine is not None:
             self._state.attach(engine)
-        self._socket: socket.socket | None = None
+        self._sockets: list[socket.socket] = []
         self._url: str | None = None
+        self.ollama_url: str | None = None
+        """The address of the second port, if there is one, once it is taken."""
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 build_app(self._state),
@@ -99,12 +111,26 @@ class Server:
         self._state.on_loading(phase, fraction)
 
     def bind(self) -> None:
-        """Take the port, as `serve` does too. Raises `ConfigError` when that is not possible."""
-        if self._socket is None:
-            self._check_access()
-            self._socket = _bind(self._config.host, self._config.port)
-            host, port = self._socket.getsockname()[:2]
-            self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        """Take the ports, as `serve` does too. Raises `ConfigError` when that is not possible."""
+        if self._sockets:
+            return
+        self._check_access()
+        config = self._config
+        main = _bind(config.host, config.port, "port")
+        self._sockets.append(main)
+        self._url = _url_of(main)
+        if config.ollama_port is not None:
+            try:
+                second = _bind(config.host, config.ollama_port, "ollama_port")
+            except ConfigError:
+                self._close_sockets()
+                raise
+            self._sockets.append(second)
+            self.ollama_url = _url_of(second)
+
+    def _close_sockets(self) -> None:
+        for listener in self._sockets:
+            listener.close()
 
     def _check_access(self) -> None:
         config = self._config
@@ -136,12 +162,11 @@ class Server:
     async def serve(self) -> None:
         """Accept connections until `stop`. Cancelling it ends what is under way, then closes."""
         self.bind()
-        assert self._socket is not None
         if self._uvicorn.should_exit:  # stopped before it began
             return
         self._is_serving = True
         # a task of its own: cancelled in the middle, uvicorn would leave connections behind
-        running = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
+        running = asyncio.ensure_future(self._uvicorn.serve(sockets=self._sockets))
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -149,7 +174,7 @@ class Server:
             await running
             raise
         finally:
-            self._socket.close()
+            self._close_sockets()
             self._state.detach()
             self._ended.set()
 
@@ -164,8 +189,8 @@ class Server:
         self._uvicorn.should_exit = True
         if self._is_serving:
             await self._ended.wait()
-        elif self._socket is not None:
-            self._socket.close()
+        else:
+            self._close_sockets()
 
     def stop_now(self) -> None:
         """End running answers instead of waiting for them, on a second signal."""
@@ -175,7 +200,13 @@ class Server:
         self._uvicorn.should_exit = True
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _bind(host: str, port: int, param: str) -> socket.socket:
+    """param: the setting that has the port."""
     try:
         found = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
@@ -191,7 +222,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}", param="port") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}", param=param) from None
     return listener
 
 
@@ -202,6 +233,7 @@ def run_server(
     *,
     on_progress: Progress | None = None,
     on_ready: Callable[[str], None] | None = None,
+    fetcher: Fetcher | None = None,
 ) -> int:
     """Serve until SIGINT or SIGTERM; a second one stops at once. Returns the exit code, 0.
 
@@ -210,8 +242,9 @@ def run_server(
     `start_engine`.
     """
     handler = _log_to_stderr()
+    server = partial(Server, None, config, fetcher=fetcher)  # made on its event loop
     try:
-        asyncio.run(_run(start_engine, stop_engine, config, on_progress, on_ready))
+        asyncio.run(_run(start_engine, stop_engine, server, on_progress, on_ready))
     finally:
         for name in ("termgen", "uvicorn.error"):
             logging.getLogger(name).removeHandler(handler)
@@ -231,11 +264,11 @@ def _log_to_stderr() -> logging.Handler:
 async def _run(
     start_engine: StartEngine,
     stop_engine: StopEngine,
-    config: ServerConfig,
+    new_server: Callable[[], Server],
     on_progress: Progress | None,
     on_ready: Callable[[str], None] | None,
 ) -> None:
-    server = Server(None, config)
+    server = new_server()
     server.bind()
     signals = _Signals()
     serving = asyncio.create_task(server.serve())
@@ -243,6 +276,8 @@ async def _run(
         with signals.handled():
             if await _load(server, start_engine, on_progress or _PhaseLog(), signals, serving):
                 (on_ready or _log_ready)(server.url)
+                if server.ollama_url is not None:
+                    logger.info("Ollama's clients find it at %s", server.ollama_url)
                 await _first(signals.wait(1), serving)
             await _stop(server, signals)
         await serving

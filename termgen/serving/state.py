@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from termgen.api.errors import request_aborted, unavailable
 from termgen.api.fields import Served, served_names
+from termgen.api.ollama.pull import Fetcher
 from termgen.client import AdminClient, EngineClient, GenerationClient, GenerationOnly, ModelInfo
 from termgen.config import ServerConfig
 from termgen.errors import EngineDeadError, EngineError, LoadingError, RequestError
@@ -85,6 +86,10 @@ class ServerState:
         """Finished share of the phase, 0 to 1."""
         self.hub: EventHub | None = None
         """Events of the engine, for listeners."""
+        self.fetcher: Fetcher | None = None
+        """Fetches models for administrators."""
+        self.pulling = asyncio.Lock()
+        """Held while a model is fetched."""
         self.large_bodies = JSONProcess()
         self.body_memory = BodyMemory(config.max_body_memory)
         self._sinks = _report_sinks(config)
@@ -160,6 +165,8 @@ class ServerState:
                 refuses_images=config.images == "refuse",
                 force_include_usage=config.force_include_usage,
                 pooling=model.pooling,
+                max_model_len=model.max_model_len,
+                has_chat_template=model.has_chat_template,
             )
             for name, model in self.engines.models()
         }

@@ -60,7 +60,8 @@ class ModelInfo:
     holds_calls: bool = False
     """That server holds the arguments of `strict` tools to their schemas."""
     counts_tokens: bool = True
-    """The tokens of a text can be asked for; not every remote server tells them."""
+    """The tokens of a text can be asked for before it is sent: a server on another machine is not
+    shown it for that, and not every server counts."""
     num_drafts: int = 0
     """Most tokens of a request that are guessed in a step; 0 for a remote server, too."""
     pooling: PoolingInfo = field(default_factory=PoolingInfo)

@@ -58,6 +58,12 @@ class TurnEnds(NamedTuple):
     """The system prompt and the tools: what another conversation shares."""
 
 
+def is_whole(finish_reason: FinishReason | None, stop_reason: int | str | None) -> bool:
+    """True for an answer that has ended by itself, and was not cut off by its length, a stop word
+    or a stop token."""
+    return finish_reason is FinishReason.STOP and stop_reason is None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One request as a front end submits it, already tokenised and validated."""

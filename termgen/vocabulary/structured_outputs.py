@@ -56,6 +56,9 @@ class StructuredOutputsParams:
     """The request field that errors name."""
     is_own_grammar: bool = False
     """termgen generated the grammar, as for tool calls; only schemas in it come from a client."""
+    strict: bool = True
+    """Refuse a schema that no grammar enforces in full. False: enforce what can be, and check the
+    finished answer against all of it."""
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
@@ -67,8 +70,9 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", self._schema_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", self._choices(self.choice))
-        if not isinstance(self.json_object, bool):
-            raise self._fault("json_object must be true or false")
+        for name in ("json_object", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise self._fault(f"{name} must be true or false")
         for kind in ("regex", "grammar"):
             text = getattr(self, kind)
             if text is not None:

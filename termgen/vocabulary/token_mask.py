@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,8 +103,25 @@ class TokenMatcher(Protocol):
         ...
 
 
+class AnswerCheck(Protocol):
+    """Finds out what of a finished answer is not as asked for."""
+
+    def errors(self, answer: str) -> tuple[str, ...]:
+        """One line for each; empty if all is. May wait for another process."""
+        ...
+
+    def submit(self, answer: str) -> Future[tuple[str, ...]]:
+        """The same in a thread."""
+        ...
+
+
 class TokenGrammar(Protocol):
     """A compiled grammar. Thread-safe."""
+
+    @property
+    def check(self) -> AnswerCheck | None:
+        """Set if the grammar does not enforce everything that was asked for."""
+        ...
 
     @property
     def is_slow(self) -> bool:

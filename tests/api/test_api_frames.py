@@ -14,6 +14,9 @@ from termgen.api import sse
 from termgen.api.anthropic import MessageStream, parse_messages
 from termgen.api.chat import ChatStream, parse_chat
 from termgen.api.completions import CompletionStream, parse_completion
+from termgen.api.fields import Served
+from termgen.api.ollama import answers as ollama
+from termgen.api.ollama import parser as ollama_parser
 from termgen.api.responses.answer import ResponseStream
 from termgen.api.responses.body import parse_responses
 from termgen.client import TokenDelta
@@ -26,6 +29,20 @@ def make_streams(kind: str, fields: dict[str, Any]) -> list[Any]:
     """Two streams of one request."""
     model = make_model_info()
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
+    if kind in OLLAMAS:
+        path, given = OLLAMAS[kind]
+        served = Served(
+            model="m",
+            defaults={},
+            tool_format=model.tool_format,
+            trusts_template=False,
+            refuses_images=False,
+            force_include_usage=False,
+            max_model_len=64,
+            has_chat_template=True,
+        )
+        told = path(served, {"model": "m", **given, **fields})
+        return [ollama.AnswerLines(told), ollama.AnswerLines(told)]
     if kind == "messages":
         asked = parse_messages({"max_tokens": 9, **body}, model=model.model_id, defaults={})
         return [MessageStream(asked), MessageStream(asked)]
@@ -40,6 +57,12 @@ def make_streams(kind: str, fields: dict[str, Any]) -> list[Any]:
     )
     return [CompletionStream(completion, ["", "e"]), CompletionStream(completion, ["", "e"])]
 
+
+OLLAMAS: dict[str, Any] = {
+    "api/chat": (ollama_parser.parse_chat, {"messages": [{"role": "user", "content": "x"}]}),
+    "api/generate": (ollama_parser.parse_generate, {"prompt": "x"}),
+}
+"""Its endpoints: the parser, and the fields that a body needs."""
 
 FIELDS: list[dict[str, Any]] = [
     {},
@@ -61,6 +84,8 @@ WITH_TOOLS: dict[str, Any] = {
     [
         *(("chat", fields) for fields in FIELDS),
         *(("completions", fields) for fields in FIELDS),
+        *((kind, fields) for kind in OLLAMAS for fields in ({}, {"logprobs": True})),
+        ("api/chat", {"tools": [{"type": "function", "function": FUNCTION}]}),
         *((kind, fields) for kind, tools in WITH_TOOLS.items() for fields in ({}, tools)),
     ],
 )
@@ -69,7 +94,10 @@ def test_both_ways_say_the_same(
 ) -> None:
     monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=5))  # both streams get the same ids
     monkeypatch.setattr(time, "time", lambda: 7.0)
+    monkeypatch.setattr(ollama, "now", lambda: "2026-01-01T00:00:00.000000Z")
     encode = sse.named_frame if kind in WITH_TOOLS else sse.frame
+    if kind in OLLAMAS:
+        encode = ollama.AnswerLines.wire.frame
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
@@ -101,5 +129,7 @@ def test_both_ways_say_the_same(
             found = b"".join(encode(chunk) for chunk in short_way.feed(index, delta))
         assert found == expected
     assert long_way.end() == short_way.end()
-    is_plain = not ({"return_token_ids", "tools"} & fields.keys() or "continuous" in str(fields))
+    is_plain = not (
+        {"return_token_ids", "tools", "logprobs"} & fields.keys() or "continuous" in str(fields)
+    )
     assert (num_short > 150) == is_plain

@@ -19,7 +19,8 @@ import fuzz_server
 from fuzz_bodies import Body
 from fuzz_server import NO_FIELD, Answer, fault_of
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHAT, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/api/chat"
+NO_OBJECT = "refusal without an error object"
 
 
 def test_a_live_server_stands_some_hundred_of_them(smollm2_gguf: Path, tmp_path: Path) -> None:
@@ -67,6 +68,12 @@ def error(**fields: Any) -> bytes:
         (CHAT, b'{"n":', Answer(400, error()), None),
         (MESSAGES, b'{"top_k":0}', Answer(400, error(message="bad")), NO_FIELD),
         (MESSAGES, b'{"top_k":0}', Answer(400, error(message="top_k: too small")), None),
+        (OLLAMA, b"[]", Answer(400, b'{"error":"m"}'), None),
+        (OLLAMA, b"{}", Answer(400, b'{"error":"model is required"}'), None),
+        (OLLAMA, b"{}", Answer(400, b'{"error":{"message":"m"}}'), NO_OBJECT),
+        (OLLAMA, b'{"think":0}', Answer(400, b'{"error":"bad"}'), NO_FIELD),
+        (OLLAMA, b'{"think":0}', Answer(400, b'{"error":"think must be"}'), None),
+        (OLLAMA, b'{"think":1e999}', Answer(400, b'{"error":"The request body is no"}'), None),
         (MESSAGES, b'{"top_k":1e999}', Answer(400, error(message="no (invalid_json)")), None),
     ],
 )

@@ -34,6 +34,7 @@ class FakeGrammar:
     """A `TokenGrammar` over `vocab` tokens."""
 
     is_slow = False
+    check = None
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ REAL_MODEL_FILES = (
     "test_fp8_kv_cache",
     "test_gguf_checkpoint",
     "test_gguf_tokenizer",
+    "test_ollama_clients",
     "test_real_clients",
     "test_structured_clients",
     "test_bench_command",

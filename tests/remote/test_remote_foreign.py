@@ -14,6 +14,7 @@ from termgen.errors import (
     RequestError,
 )
 from termgen.remote.client import RemoteClient
+from termgen.remote.models import RemoteModel, model_info
 from termgen.remote.wire import Dialect, build_call
 from termgen.vocabulary.request import FinishReason
 from termgen.vocabulary.sampling_params import SamplingParams
@@ -185,3 +186,18 @@ def test_only_given_parameters_are_sent_where_the_server_has_defaults(dialect: D
     assert [body.get("top_p") for body in bodies] == [None, None, 1.0]
     assert [("top_k" in body) for body in bodies] == [False, False, dialect.knows_all]
     assert {body["max_tokens"] for body in bodies} == {9}
+
+
+@pytest.mark.parametrize(
+    ("url", "owner", "counts"),
+    [
+        ("http://127.0.0.1:8000", "termgen", True),
+        ("http://localhost:8000", "vllm", True),
+        ("http://[::1]:8000", "termgen", True),
+        ("http://127.0.0.1:8080", "llamacpp", False),
+        ("http://gpu.example:8000", "termgen", False),
+        ("https://192.168.1.2", "vllm", False),
+    ],
+)
+def test_texts_are_counted_on_this_machine_alone(url: str, owner: str, counts: bool) -> None:
+    assert model_info(url, RemoteModel("m", owner, 4096)).counts_tokens is counts

@@ -245,7 +245,8 @@ async def test_it_is_described_and_named_in_reports(monkeypatch: pytest.MonkeyPa
     assert schema["required"] == ["text"]
     error = post["responses"]["4XX"]["content"]["application/json"]["schema"]
     assert error == {"$ref": "#/components/schemas/Fault"}
-    assert document["components"]["schemas"].keys() == {"Error", "AnthropicError", "Fault"}
+    shapes = {"Error", "AnthropicError", "OllamaError", "Fault"}
+    assert document["components"]["schemas"].keys() == shapes
 
 
 async def test_without_its_rows_it_is_not_there() -> None:

@@ -99,7 +99,7 @@ async def test_a_bug_of_ours_is_logged_and_told_as_500(caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/nothing", 404, "not_found"),
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/v1/chat/completions/", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),

@@ -546,3 +546,90 @@ async def test_without_a_tokenizer_there_is_nothing_to_constrain(tiny_llama_dir:
         wanted = StructuredOutputsParams(regex="a")
         with pytest.raises(RequestError, match="structured outputs need a tokenizer"):
             llm.generate([5, 6], SamplingParams(structured_outputs=wanted))
+
+
+TWO_KINDS: dict[str, Any] = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}
+"""Three of its items cannot all differ."""
+
+
+def of_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_what_no_grammar_enforces_is_checked_and_told(
+    long_llama_dir: Path, path: str
+) -> None:
+    wrong, right = ({**TWO_KINDS, "minItems": n, "maxItems": n} for n in (3, 1))
+    start = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
+
+    async with tiny_server(long_llama_dir) as (client, _):
+
+        async def ask(**fields: Any) -> list[dict[str, Any]]:
+            body = {**start, "seed": 5, "n": 2, "max_tokens": 60, **fields}
+            whole = await client.post(f"/v1/{path}", json=body)
+            assert whole.status_code == 200, whole.text
+            streamed = await client.post(f"/v1/{path}", json={**body, "stream": True})
+            ends = [
+                choice
+                for event in read_events(streamed.content)
+                for choice in (event["choices"] if isinstance(event, dict) else ())
+                if choice["finish_reason"]
+            ]
+            choices: list[dict[str, Any]] = whole.json()["choices"]
+            for end in ends:
+                assert end.get("finish_details") == choices[end["index"]].get("finish_details")
+            assert len(ends) == len(choices) == 2
+            return choices
+
+        for choice in await ask(response_format=of_schema(wrong)):
+            (line,) = choice["finish_details"]["schema_errors"]
+            assert choice["finish_reason"] == "stop" and "non-unique" in line
+        for form in (
+            {"response_format": of_schema(right, strict=False)},
+            {"response_format": {"type": "json_object", "schema": right}},
+            {"structured_outputs": {"json": right, "strict": False}},
+            {"guided_json": right},
+        ):
+            for choice in await ask(**form):
+                assert choice["finish_details"] == {"schema_errors": []}
+        for choice in await ask(response_format=of_schema(wrong), max_tokens=2):
+            assert choice["finish_reason"] == "length" and "finish_details" not in choice
+        for choice in await ask(response_format=of_schema(SCHEMA)):
+            assert "finish_details" not in choice, "its grammar enforces all of it"
+
+
+async def test_a_strict_schema_is_enforced_in_full_or_refused(long_llama_dir: Path) -> None:
+    odd = {"type": "string", "format": "phone number", "maxLength": 3}
+    async with tiny_server(long_llama_dir) as (client, _):
+        for fields in (
+            {"response_format": of_schema(TWO_KINDS, strict=True)},
+            {"structured_outputs": {"json": TWO_KINDS, "strict": True}},
+        ):
+            refused = await post(client, **fields)
+            assert refused.status_code == 400, refused.text
+            error = refused.json()["error"]
+            assert error["code"] == "invalid_schema" and "uniqueItems" in error["message"]
+            assert error["param"] == next(iter(fields))
+        taken = await post(client, response_format=of_schema(odd, strict=True), max_tokens=30)
+        assert taken.status_code == 200, "a format is an annotation"
+        bad = await post(client, response_format=of_schema(odd, strict="yes"))
+        assert bad.status_code == 400 and "strict" in bad.json()["error"]["message"]
+        fetching = {"not": {"$ref": "https://example.com/schema.json"}}
+        refused = await post(client, response_format=of_schema(fetching))
+        assert refused.status_code == 400 and "not fetched" in refused.json()["error"]["message"]
+        form = {"type": "json_schema", "name": "n", "schema": TWO_KINDS}
+        whole = await client.post("/v1/responses", json={"input": "x", "text": {"format": form}})
+        assert whole.status_code == 400, "its answers have no place for what is not satisfied"
+
+
+async def test_ollamas_last_line_has_the_errors(long_llama_dir: Path) -> None:
+    schema = {**TWO_KINDS, "minItems": 3, "maxItems": 3}
+    async with tiny_server(long_llama_dir) as (client, engine):
+        body = {"model": engine.model.model_id, "messages": MESSAGES, "format": schema}
+        body["options"] = {"seed": 5, "num_predict": 60}
+        whole = (await client.post("/api/chat", json={**body, "stream": False})).json()
+        lines = (await client.post("/api/chat", json=body)).text.splitlines()
+    for last in (whole, json.loads(lines[-1])):
+        assert last["done"] and "non-unique" in last["schema_errors"][0]
+    assert not any("schema_errors" in line for line in lines[:-1])

@@ -97,7 +97,7 @@ async def test_a_server_that_is_not_there_is_waited_for_when_asked(connect: Conn
     server = Server(FakeEngine(), ServerConfig(port=0))
     server.bind()
     url = server.url
-    assert server._socket is not None
+    assert server._sockets
     port = int(url.rpartition(":")[2])
     await server.stop()  # the port is free now: no process listens
     connecting = asyncio.create_task(connect(url, lambda words, _: told.append(words), 20.0))

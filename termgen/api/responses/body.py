@@ -217,4 +217,6 @@ def _response_format(value: dict[str, Any]) -> dict[str, Any]:
     if value.get("type") != "json_schema":
         return value
     names = ("name", "description", "schema", "strict")
-    return {"type": "json_schema", "json_schema": {n: value[n] for n in names if n in value}}
+    given = {name: value[name] for name in names if name in value}
+    # An answer has no place for what it does not satisfy.
+    return {"type": "json_schema", "json_schema": {**given, "strict": True}}

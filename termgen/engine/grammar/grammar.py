@@ -10,6 +10,7 @@ engine thread or by a mask thread, never by both at once.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import threading
@@ -39,15 +40,17 @@ from termgen.engine.grammar.grammar_source import (
     read_vocabulary,
 )
 from termgen.engine.grammar.mask_filler import SLOW_S
+from termgen.engine.grammar.schema_check import SchemaCheck, SchemaChecker
 from termgen.errors import EngineDeadError, OverloadedError, RequestError
 from termgen.system.cpu_slices import long_slices
 from termgen.system.daemon_threads import DaemonThreads, spare_threads
 from termgen.system.helper_process import HelperClosed, HelperFault, HelperProcess, no_process
 from termgen.vocabulary.grammar_times import GrammarTimes
+from termgen.vocabulary.schemas.enforced import enforced
 from termgen.vocabulary.structured_outputs import StructuredOutputsParams
 from termgen.vocabulary.token_mask import IntArray, faults_of
 
-_Key = tuple[str, object, bool]
+_Key = tuple[str, object, bool, bool]
 
 MAX_CACHED = 64
 MAX_WAITING = 512
@@ -87,9 +90,11 @@ class Grammar:
         num_words: int,
         eos_token_ids: Sequence[int],
         numbers: NumberTokens | None = None,
+        check: SchemaCheck | None = None,
     ) -> None:
         """Fills the first mask, which all answers share. numbers: set if numbers in answers must be
         finite. Raises RequestError."""
+        self.check = check
         self._prototype = prototype
         self._numbers = numbers
         self._executor = executor
@@ -445,6 +450,7 @@ class GrammarCompiler:
         self._numbers: NumberTokens | None = None
         self._executor: Any = None
         self._vocabulary_lock = threading.Lock()
+        self._schemas = SchemaChecker()
         self._is_closed = False
 
     def prewarm(self) -> None:
@@ -465,6 +471,7 @@ class GrammarCompiler:
             self._is_closed = True
         for prover in self._provers:
             prover.close()
+        self._schemas.close()
         self._threads.close()
 
     @property
@@ -583,7 +590,8 @@ class GrammarCompiler:
         kind = job.wanted.kind
         limit_s = SLOW_CPU_S if job.is_slow else QUICK_CPU_S
         is_own = job.wanted.is_own_grammar
-        proof = self._ask_prover(ProofTask(kind, job.wanted.value, limit_s, is_own))
+        is_strict = job.wanted.strict
+        proof = self._ask_prover(ProofTask(kind, job.wanted.value, limit_s, is_own, is_strict))
         if proof.verdict is Verdict.SLOW and not job.is_slow:
             raise _NeedsLonger
         if proof.verdict is Verdict.SLOW:
@@ -595,6 +603,11 @@ class GrammarCompiler:
             raise no_process("grammar", "tried out")
         vocabulary = self._vocabulary_of_model()
         has_json = kind in ("json", "json_object") or "%json" in str(job.wanted.grammar)
+        check = None
+        if kind == "json" and not is_strict:
+            schema = str(job.wanted.json)
+            if not enforced(json.loads(schema), relaxed=True).is_whole:
+                check = self._schemas.check_of(schema)
         with contextlib.nullcontext() if job.is_slow else self._computing:
             with long_slices():
                 prototype = compile_source(proof.source, kind, vocabulary)
@@ -604,6 +617,7 @@ class GrammarCompiler:
                 self._num_words,
                 self._vocabulary_task.eos_token_ids,
                 self._numbers if has_json else None,
+                check,
             )
 
     def _ask_prover(self, task: ProofTask) -> Proof:
@@ -649,7 +663,7 @@ class GrammarCompiler:
 
 
 def _key(wanted: StructuredOutputsParams) -> _Key:
-    return wanted.kind, wanted.value, wanted.is_own_grammar
+    return wanted.kind, wanted.value, wanted.is_own_grammar, wanted.strict
 
 
 def too_busy(wanted: StructuredOutputsParams) -> OverloadedError:

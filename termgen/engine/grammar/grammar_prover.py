@@ -161,7 +161,8 @@ def _prove(task: ProofTask, vocabulary: Any, num_words: int) -> str | RequestErr
     sources: list[str] = []
 
     def compile_it() -> None:
-        sources.append(source_of(task.kind, task.value, is_own_grammar=task.is_own_grammar))
+        of_task = {"is_own_grammar": task.is_own_grammar, "is_strict": task.is_strict}
+        sources.append(source_of(task.kind, task.value, **of_task))
         compiled.append(compile_source(sources[0], task.kind, vocabulary))
 
     try:

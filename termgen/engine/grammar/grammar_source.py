@@ -11,6 +11,7 @@ import json
 from typing import Any, NamedTuple
 
 from termgen.errors import RequestError
+from termgen.vocabulary.schemas.enforced import enforced
 from termgen.vocabulary.structured_outputs import is_gbnf
 
 MAX_LEXER_STATES = 50_000
@@ -65,7 +66,8 @@ class ProofTask(NamedTuple):
     value: str | tuple[str, ...] | bool
     max_cpu_s: float
     is_own_grammar: bool = False
-    """See `StructuredOutputsParams`."""
+    """See `StructuredOutputsParams`, as for the next."""
+    is_strict: bool = True
 
 
 class Verdict(enum.Enum):
@@ -86,7 +88,9 @@ class Proof(NamedTuple):
     """The text that llguidance compiles, if proven."""
 
 
-def source_of(kind: str, value: Any, *, is_own_grammar: bool = False) -> str:
+def source_of(
+    kind: str, value: Any, *, is_own_grammar: bool = False, is_strict: bool = True
+) -> str:
     """The text that llguidance compiles. Raises RequestError, or llguidance's exceptions."""
     from llguidance import LLMatcher
 
@@ -98,7 +102,10 @@ def source_of(kind: str, value: Any, *, is_own_grammar: bool = False) -> str:
     if kind == "grammar":
         lark = from_gbnf(value) if is_gbnf(value) else value
         return str(LLMatcher.grammar_from_lark(lark if is_own_grammar else lark + WITHOUT_FORCING))
-    schema = '{"type":"object"}' if kind == "json_object" else str(value)
+    schema = '{"type":"object"}'
+    if kind == "json":
+        wanted = enforced(json.loads(value), relaxed=not is_strict).schema
+        schema = json.dumps(wanted, ensure_ascii=False)
     # Small models fall into endless white space if it is allowed everywhere.
     return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
 

@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -28,6 +28,7 @@ from termgen.client import (
     merge_deltas,
 )
 from termgen.config import EngineConfig
+from termgen.engine.grammar.schema_check import with_checks
 from termgen.engine.loop.control import EngineControl, check_level
 from termgen.engine.loop.core import EngineCore
 from termgen.engine.loop.sleep import fall_asleep, wake_up
@@ -238,7 +239,9 @@ class AsyncEngine:
         )
         prepared = await self._tokenising(prompt, prepare)
         request = await processor.add_grammar(prepared, client=client)
-        stream = self._open(request, arrival_ns)
+        stream: AsyncIterator[TokenDelta] = self._open(request, arrival_ns)
+        if request.grammar is not None and request.grammar.check is not None:
+            stream = with_checks(stream, request.grammar.check)
         try:
             async for delta in stream:
                 yield delta

@@ -57,6 +57,9 @@ class CompletionOutput:
     stop_reason: int | str | None
     timings: RequestTimings | None = None
     error: TermgenError | None = None
+    schema_errors: tuple[str, ...] | None = None
+    """What a whole answer does not satisfy of a schema that was given with `strict` false, one line
+    each. None: it was not checked, as the schema is enforced in full, or the answer was cut off."""
 
     @property
     def finished(self) -> bool:

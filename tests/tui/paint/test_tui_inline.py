@@ -189,6 +189,7 @@ def test_with_an_engine_of_its_own(
 
     class Holder:
         def __init__(self, config: EngineConfig) -> None:
+            self.config = config
             done.append(f"{config.model} {config.capture_in_background}")
 
         async def start(self, on_progress: Callable[[str, float], None]) -> FakeEngine:

@@ -110,6 +110,9 @@ class DeviceDrafter:
         """Learn from a step, planned with these places."""
         for added in plan.added:
             self._payoff.begin(added.slot)
+        is_ahead = plan.step_id in self._ahead
+        if self._ahead:  # steps land in order, but for those that failed
+            self._ahead = {later for later in self._ahead if later > plan.step_id}
         if not plan.is_decode:
             return
         places = plan.num_draft_tokens
@@ -119,8 +122,7 @@ class DeviceDrafter:
         rows = np.flatnonzero(is_guessed)
         kept = result.num_sampled[rows] - 1
         self._payoff.note_rows(plan.slots[rows], places[rows], kept)
-        if plan.step_id in self._ahead:
-            self._ahead.discard(plan.step_id)
+        if is_ahead:
             return
         size = plan.num_rows * (1 + int(places.max())) if plan.num_drafts else plan.num_rows
         self._payoff.note_step(size, result.ended_ns - result.started_ns)

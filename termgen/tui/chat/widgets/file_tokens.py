@@ -1,7 +1,7 @@
 """The tokens of files that are to go with a question, counted beside the screen.
 
 An engine of the chat's own counts them, or the server (`/tokenize`), where it is a termgen or a
-vLLM. To any other nothing of a file is sent before the question is.
+vLLM on this machine. To any other nothing of a file is sent before the question is.
 """
 
 from __future__ import annotations

@@ -124,3 +124,12 @@ def test_only_what_the_step_can_have_is_chosen() -> None:
     assert drafter.places(plan, NO_STATE, [2, 4]).tolist() == [4] * 4
     assert drafter.places(plan, NO_STATE, [2]).tolist() == [0] * 4, "until it chooses again"
     assert drafter.places(plan_of(SLOTS * 0), NO_STATE, []).tolist() == [0] * 4
+
+
+def test_a_step_that_failed_is_forgotten_when_a_later_one_lands() -> None:
+    drafter = DeviceDrafter(MODEL, 4, num_slots=4)
+    drafter._ahead = {3, 5, 8}
+    result = StepResult(6, SLOTS * 0 + 1, _NONE, None, started_ns=0, ended_ns=1000)
+    prompts = plan_of(SLOTS * 0)._replace(step_id=6, num_decode_rows=0)
+    drafter.landed(prompts, result)
+    assert drafter._ahead == {8}
