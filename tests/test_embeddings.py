@@ -74,7 +74,7 @@ def test_vectors_are_those_of_transformers(tiny_model_dir: TinyModelDir, family:
     """In chunks of 20 tokens, among others, and a second time with the prefix cache."""
     folder = tiny_model_dir(family)
     reference = Reference(folder)
-    prompts = prompts_of((1, 2, 16, 17, 33, 61))
+    prompts = prompts_of((1, 2, 16, 17, 33, 128))
     with make_llm(folder, max_num_batched_tokens=20) as llm:
         for params in KINDS:
             for turn in range(2):
@@ -212,14 +212,14 @@ def test_dimensions_and_length_one(llm: LLM) -> None:
 
 def test_a_long_prompt_is_refused_or_loses_its_end(llm: LLM) -> None:
     (prompt,) = prompts_of((200,))
-    with pytest.raises(RequestError, match=r"at most 127 tokens, and the prompt has 200"):
+    with pytest.raises(RequestError, match=r"at most 128 tokens, and the prompt has 200"):
         llm.embed([prompt])
     (cut,) = llm.embed([prompt], truncate_prompt_tokens=-1)
-    assert cut.prompt_token_ids == tuple(prompt[:127])
+    assert cut.prompt_token_ids == tuple(prompt[:128])
     (few,) = llm.embed([prompt], truncate_prompt_tokens=9)
     assert np.allclose(few.embedding, llm.embed([prompt[:9]])[0].embedding, atol=1e-6)
-    with pytest.raises(RequestError, match="must be at most 127, not 128"):
-        llm.embed([prompt], truncate_prompt_tokens=128)
+    with pytest.raises(RequestError, match="must be at most 128, not 129"):
+        llm.embed([prompt], truncate_prompt_tokens=129)
 
 
 def test_nan_is_an_error_of_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,10 +340,10 @@ async def test_a_server_answers_with_the_same_vectors(tiny_model_dir: TinyModelD
             long = {"input": ["x " * 400], "truncate_prompt_tokens": -1}
             assert (await client.post("/v1/embeddings", json=long)).json()["usage"][
                 "prompt_tokens"
-            ] == 127
+            ] == 128
             del long["truncate_prompt_tokens"]
             refused = (await client.post("/v1/embeddings", json=long)).json()["error"]
-            assert refused["param"] == "input" and "at most 127 tokens" in refused["message"]
+            assert refused["param"] == "input" and "at most 128 tokens" in refused["message"]
         for one, right in zip(answer.json()["data"], expected, strict=True):
             check(np.asarray(one["embedding"], np.float32), right)
         assert (await engine.snapshot()).num_used_blocks == 0

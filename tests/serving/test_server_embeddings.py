@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 from typing import Any
 
 import numpy as np
@@ -167,3 +168,12 @@ async def test_metrics_and_description() -> None:
     assert 'termgen_generation_tokens_total{model="fake/model-1"} 0.0' in metrics
     schema = described["requestBody"]["content"]["application/json"]["schema"]
     assert schema["required"] == ["input"] and "dimensions" in schema["properties"]
+
+
+async def test_a_line_of_the_log_per_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "termgen")
+    async with app_client(FakeEngine(), log_requests=True) as client:
+        await client.post(PATH, json={"input": ["abc", "de"]})
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "termgen.server.requests"]
+    assert "/v1/embeddings: 5 prompt tokens (0 cached), 2 choices, 0 tokens, stop;" in line
+    assert line.endswith("; ok") and "abc" not in line

@@ -113,7 +113,8 @@ def build_engine(
             grammars=grammars,
             hash_block_size=scheduler.kv.hash_block_size,
             marks_turns=scheduler.kv.states is not None,
-            max_pooled_len=info.max_model_len - 1,
+            # Drafters look at the place of the token behind a prompt.
+            max_pooled_len=info.max_model_len - (info.num_drafts > 0),
         )
         output_processor = OutputProcessor(tokenizer, tuple(eos))
         if prewarm:

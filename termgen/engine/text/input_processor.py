@@ -63,14 +63,12 @@ class InputProcessor:
         hash_block_size: int | None = None,
         marks_turns: bool = False,
         max_pooled_len: int | None = None,
-        why_no_answers: str = "",
     ) -> None:
-        """max_pooled_len: tokens of the longest prompt that a vector can be made of; None: as of
-        one that is answered. why_no_answers: why the model generates nothing; "" if it does.
-        has_priorities: the scheduler uses them. clamps_max_tokens: to what the context leaves,
+        """has_priorities: the scheduler uses them. clamps_max_tokens: to what the context leaves,
         instead of an error. hash_block_size: tokens per block of the prefix cache, whose hashes are
         computed here; None without one. marks_turns: note where a chat's turns end, which takes a
-        few percent of the time of tokenising."""
+        few percent of the time of tokenising. max_pooled_len: tokens of the longest prompt that a
+        vector can be made of; None: the whole context, as no token follows."""
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
@@ -80,8 +78,7 @@ class InputProcessor:
         self._clamps_max_tokens = clamps_max_tokens
         self._hash_block_size = hash_block_size
         self._marks_turns = marks_turns
-        self._max_pooled_len = max_model_len - 1 if max_pooled_len is None else max_pooled_len
-        self._why_no_answers = why_no_answers
+        self._max_pooled_len = max_pooled_len or max_model_len
         self._long_texts: TextProcess | None = None
 
     def prewarm(self, texts: TextProcess | None = None) -> None:
@@ -132,8 +129,6 @@ class InputProcessor:
             hashes = () if pooling.needs_all else self._hash(ids, cache_salt)
             request_id = request_id or f"req-{uuid.uuid4().hex}"
             return request_to_pool(ids, pooling, request_id, priority, cache_salt, hashes)
-        if self._why_no_answers:
-            raise RequestError(self._why_no_answers, param="model")
         if isinstance(prompt, FillPrompt):
             params = self._stop_behind_gap(params)
         params.validate_for(vocab_size=self._vocab_size)
