@@ -44,7 +44,7 @@ class ConstrainedSchedule(Schedule):
         return driver
 
     def submit(self, name: str, prompt: list[int], **params: Any) -> Bearer:
-        if self.rng.random() < 0.4:
+        if self.rng.random() < 0.4 or "pooling" in params:
             return super().submit(name, prompt, **params)
         length, modulus = int(self.rng.integers(1, 20)), int(self.rng.integers(1, 9))
         grammar = FakeGrammar(length, modulus=modulus, forced=self.draw_forced(length))
@@ -125,7 +125,7 @@ class UnreliableSchedule(ConstrainedSchedule):
 
     def submit(self, name: str, prompt: list[int], **params: Any) -> Bearer:
         rng = self.rng
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 or "pooling" in params:
             return self.driver.submit(name, prompt, **params)
         grammar = Unreliable(
             int(rng.integers(1, 20)),
