@@ -165,7 +165,9 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
         },
     ]
     results = reach(cases)
+    # Prompts are alike only where a row goes on that was preempted, which is a matter of times.
     assert any(found["num_preemptions"] for found in results)
+    assert any(found["prefix_hit_tokens"] for found in results)
     for case, found in zip(cases, results, strict=True):
         assert not found["late"], (case, found["late"])
         assert found["modes"] == MODES[case["graphs"]]
@@ -178,7 +180,6 @@ def test_serving_reaches_no_variant_that_warm_up_did_not(
         num_kernels += DELTA_KERNELS * ("qwen3_5" in family)
         assert len(found["kernels"]) == num_kernels, found["kernels"]
         assert found["largest_step"] >= 1024 or case is cases[0]
-        assert found["prefix_hit_tokens"]
 
 
 def test_warm_up_leaves_no_trace(tiny_model_dir: Callable[[str], Path]) -> None:
