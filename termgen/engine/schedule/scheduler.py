@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from termgen.engine.schedule.block_pool import CachedPrefix
 from termgen.engine.schedule.constraints import Constraints
+from termgen.engine.schedule.corrupt_rows import forget_corrupt
 from termgen.engine.schedule.decode_step import DecodeStep
 from termgen.engine.schedule.drafts import (
     append_kept,
@@ -526,7 +527,7 @@ class Scheduler:
     def apply(self, plan: StepPlan, result: StepResult) -> AppliedStep:
         """Process a landed step: append tokens, end finished requests, free what it fenced."""
         if result.corrupt is not None:
-            self._forget_corrupt(plan, result.corrupt)
+            forget_corrupt(self.slots, self.kv, self.fence, plan, result.corrupt)
         self._land(plan.step_id)
         if plan.num_drafts:
             self._decode_step.forget()  # what stays of the drafts changes the counts
@@ -595,18 +596,6 @@ class Scheduler:
             self.constraints.note_late(self.slots, plan.slots[late])
             self.stats.wasted_tokens += len(late)
             self.stats.num_late_masks += len(late)
-
-    def _forget_corrupt(self, plan: StepPlan, rows: IntArray) -> None:
-        """Unpublish the KV of these rows: it holds NaN from an unknown block on. The blocks of a
-        released row are fenced until this step has landed."""
-        slots, epochs = plan.slots[rows], plan.epochs[rows]
-        is_current = self.slots.epoch[slots] == epochs
-        for slot in slots[is_current].tolist():
-            self.kv.forget(self.kv.held(slot))
-        released = set(slots[~is_current].tolist())
-        for _, slot, blocks in self.fence:
-            if slot in released:
-                self.kv.forget(blocks)
 
     def _end_corrupt(self, plan: StepPlan, rows: IntArray, applied: AppliedStep) -> None:
         """End the requests with NaN or infinite logits; the device has stopped them already."""
