@@ -93,9 +93,9 @@ async def pull(request: Request) -> Response:
         return StreamingResponse(_encoded(lines), headers={**HEADERS, **headers})
     last: dict[str, Any] = {}
     try:
-        async for told in lines:
-            last = told
-    except Exception as error:
+        async for news in lines:
+            last = news
+    except Exception as error:  # the thread's; the client gets it, and what is a bug is logged
         raise failure(error) from None
     return JSONReply(last, headers=headers)
 
@@ -111,16 +111,16 @@ async def _pulled(
     """The lines of a pull; of one at a time, while others wait."""
     async with state.pulling:
         async with aclosing(progress_of(fetcher, name)) as lines:
-            async for told in lines:
-                yield told
+            async for news in lines:
+                yield news
 
 
 async def _encoded(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
     async with aclosing(lines):
         try:
-            async for told in lines:
-                yield line(told)
-        except Exception as error:
+            async for news in lines:
+                yield line(news)
+        except Exception as error:  # as above, but the answer has begun
             yield line(error_of(failure(error)))
 
 

@@ -41,8 +41,8 @@ def make_streams(kind: str, fields: dict[str, Any]) -> list[Any]:
             max_model_len=64,
             has_chat_template=True,
         )
-        told = path(served, {"model": "m", **given, **fields})
-        return [ollama.AnswerLines(told), ollama.AnswerLines(told)]
+        asked = path(served, {"model": "m", **given, **fields})
+        return [ollama.AnswerLines(asked), ollama.AnswerLines(asked)]
     if kind == "messages":
         asked = parse_messages({"max_tokens": 9, **body}, model=model.model_id, defaults={})
         return [MessageStream(asked), MessageStream(asked)]

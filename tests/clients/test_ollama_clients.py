@@ -130,9 +130,9 @@ async def test_a_tool_is_called_and_its_result_goes_back() -> None:
     assert isinstance(prompt, ChatPrompt)
     shown = prompt.template_kwargs["tools"][0]["function"]
     assert shown["parameters"]["properties"]["city"]["description"] == "its name"
-    called, told = prompt.messages[-2:]
-    assert called["tool_calls"][0]["id"] == told["tool_call_id"]
-    assert (told["name"], told["content"]) == ("get_weather", "rain in Paris")
+    called, answered = prompt.messages[-2:]
+    assert called["tool_calls"][0]["id"] == answered["tool_call_id"]
+    assert (answered["name"], answered["content"]) == ("get_weather", "rain in Paris")
 
 
 async def test_log_probabilities_and_thinking() -> None:
@@ -398,12 +398,15 @@ async def test_node(smollm2_url: str) -> None:
         )
         out, err = await asyncio.wait_for(asked.communicate(), 60)
     assert asked.returncode == 0, err.decode()
-    told = json.loads(out)
-    assert told["models"] == ["smollm2:latest"]
-    assert told["chat"] == told["stream"] == told["generate"] and len(told["chat"]) > 10
-    assert (told["done"], told["count"]) == ("length", 5)
-    assert told["format"].keys() == {"city"}
-    assert (told["show"], told["ps"], told["version"]) == ("llama", [1024], "0.13.0")
-    assert told["error"] == ["ResponseError", 404, "model 'missing' not found"]
-    functions = [call["function"] for call in told["calls"]]
+    answered = json.loads(out)
+    assert answered["models"] == ["smollm2:latest"]
+    assert (
+        answered["chat"] == answered["stream"] == answered["generate"]
+        and len(answered["chat"]) > 10
+    )
+    assert (answered["done"], answered["count"]) == ("length", 5)
+    assert answered["format"].keys() == {"city"}
+    assert (answered["show"], answered["ps"], answered["version"]) == ("llama", [1024], "0.13.0")
+    assert answered["error"] == ["ResponseError", 404, "model 'missing' not found"]
+    functions = [call["function"] for call in answered["calls"]]
     assert functions == [{"index": 0, "name": "get_weather", "arguments": {"city": "Paris"}}]

@@ -310,9 +310,9 @@ async def test_what_becomes_the_prompt() -> None:
         await client.post(GENERATE, json=generate(system="s", stream=False))
         await client.post(GENERATE, json=generate(raw=True, stream=False))
         await client.post(GENERATE, json=generate(suffix="after", stream=False))
-    told, asked, raw, fill = [call.prompt for call in engine.calls]
-    assert isinstance(told, ChatPrompt) and told.continue_final_message
-    system, user, calls, first, second, _, begun = told.messages
+    answered, asked, raw, fill = [call.prompt for call in engine.calls]
+    assert isinstance(answered, ChatPrompt) and answered.continue_final_message
+    system, user, calls, first, second, _, begun = answered.messages
     assert (system["role"], system["content"]) == ("system", "Be short.")
     assert user["content"] == "[image, 9 KB, not read by this model]\nWeather?"
     assert calls["reasoning_content"] == "hm"
@@ -338,10 +338,10 @@ async def test_a_model_without_a_template_goes_on_with_the_text() -> None:
 async def test_images_can_be_refused() -> None:
     messages = [{"role": "user", "content": "What?", "images": [PIXEL]}]
     async with app_client(FakeEngine(), images="refuse") as client:
-        told = await error_of(client, CHAT, chat(messages=messages))
-        assert told == (400, "messages[0].images: this model reads no images")
-        told = await error_of(client, GENERATE, generate(images=[PIXEL]))
-        assert told == (400, "images: this model reads no images")
+        answered = await error_of(client, CHAT, chat(messages=messages))
+        assert answered == (400, "messages[0].images: this model reads no images")
+        answered = await error_of(client, GENERATE, generate(images=[PIXEL]))
+        assert answered == (400, "images: this model reads no images")
 
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
@@ -503,8 +503,8 @@ async def test_levels_of_thinking() -> None:
 
 async def test_a_model_that_cannot_think_says_so() -> None:
     async with app_client(thinking_model()) as client:
-        told = await error_of(client, CHAT, chat(think=True))
-        assert told == (400, f'"{MODEL}" does not support thinking')
+        answered = await error_of(client, CHAT, chat(think=True))
+        assert answered == (400, f'"{MODEL}" does not support thinking')
         reply = await client.post(CHAT, json=chat(think=False, stream=False))
     assert reply.status_code == 200 and "x-termgen-not-used" not in reply.headers
 
@@ -542,10 +542,10 @@ async def test_large_bodies_are_parsed_elsewhere() -> None:
         ):
             reply = await client.post(path, json={**body, "stream": False})
             assert reply.status_code == 200 and reply.json()["eval_count"] == 11, reply.text
-            told = await error_of(client, path, {**body, "options": {"top_k": "x"}})
-            assert told == (400, "options.top_k must be an integer, not 'x'")
-            told = await error_of(client, path, {**body, "model": "y"})
-            assert told == (404, "model 'y' not found")
+            answered = await error_of(client, path, {**body, "options": {"top_k": "x"}})
+            assert answered == (400, "options.top_k must be an integer, not 'x'")
+            answered = await error_of(client, path, {**body, "model": "y"})
+            assert answered == (404, "model 'y' not found")
 
 
 class Sink:
@@ -570,8 +570,8 @@ async def test_reports_and_metrics_count_them() -> None:
         await client.post(CHAT, json={"model": MODEL})
         metrics = (await client.get("/metrics")).text
         described = (await client.get("/openapi.json")).json()["paths"]
-    told = [(r.path, r.operation, r.outcome, r.num_output_tokens) for r in sink.reports]
-    assert told == [(CHAT, "chat", "ok", 11), (GENERATE, "text_completion", "ok", 11)]
+    answered = [(r.path, r.operation, r.outcome, r.num_output_tokens) for r in sink.reports]
+    assert answered == [(CHAT, "chat", "ok", 11), (GENERATE, "text_completion", "ok", 11)]
     assert all(report.answer_id.startswith("ollama-") for report in sink.reports)
     assert 'termgen_generation_tokens_total{model="fake/model-1"} 22.0' in metrics
     for path in (CHAT, GENERATE, "/api/show", "/api/pull"):

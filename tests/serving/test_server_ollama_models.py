@@ -89,13 +89,13 @@ async def test_a_base_model_calls_no_tools() -> None:
 
 async def test_the_version_is_the_apis() -> None:
     async with app_client(FakeEngine()) as client:
-        told = (await client.get("/api/version")).json()
+        answered = (await client.get("/api/version")).json()
         assert (await client.head("/api/version")).status_code == 200
         assert (await client.head("/api/tags")).status_code == 200
         alive = await client.get("/")
         assert (await client.head("/")).status_code == 200
-    assert [int(part) for part in told["version"].split(".")] >= [0, 12, 11]
-    assert told["termgen"] == __version__
+    assert [int(part) for part in answered["version"].split(".")] >= [0, 12, 11]
+    assert answered["termgen"] == __version__
     assert alive.text == "Ollama is running"
 
 
@@ -103,17 +103,17 @@ async def test_the_version_is_the_apis() -> None:
 async def test_there_are_no_embeddings(path: str) -> None:
     async with app_client(FakeEngine()) as client:
         body = {"model": "fake/model-1", "input": ["a"], "prompt": "a"}
-        told = error(await client.post(path, json=body))
-        assert told == (501, "this model does not support embeddings")
-        told = error(await client.post(path, json={**body, "model": "other"}))
-        assert told == (404, "model 'other' not found")
+        answered = error(await client.post(path, json=body))
+        assert answered == (501, "this model does not support embeddings")
+        answered = error(await client.post(path, json={**body, "model": "other"}))
+        assert answered == (404, "model 'other' not found")
         status, message = error(await client.post(path, json={**body, "input": 5}))
         assert status == 400 and "input must be a string or a list of strings" in message
 
 
 async def test_what_a_show_cannot_be() -> None:
     async with app_client(FakeEngine()) as client:
-        for body, told in (
+        for body, answered in (
             ({}, (400, "model is required")),
             ({"model": "other"}, (404, "model 'other' not found")),
             ({"model": 5}, (400, "model must be a string, not 5")),
@@ -122,7 +122,7 @@ async def test_what_a_show_cannot_be() -> None:
                 (400, "system is not supported by this server"),
             ),
         ):
-            assert error(await client.post("/api/show", json=body)) == told
+            assert error(await client.post("/api/show", json=body)) == answered
         plain = await client.post("/api/show", content=json.dumps({"model": "x"}))
         assert error(plain)[0] == 400 and "content-type" in error(plain)[1]
 

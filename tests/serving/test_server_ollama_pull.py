@@ -164,7 +164,7 @@ def test_the_catalog_is_what_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None
     fetcher = CatalogFetcher()
     assert fetcher.num_bytes("SmolLM2-135m") == catalog.CATALOG["smollm2-135m"].download_bytes
     assert fetcher.num_bytes("org/x") is None
-    told: list[Any] = []
-    monkeypatch.setattr(catalog, "pull", lambda *given: told.append(given))
+    answered: list[Any] = []
+    monkeypatch.setattr(catalog, "pull", lambda *given: answered.append(given))
     fetcher.fetch("org/x", print)
-    assert told == [("org/x", print)]
+    assert answered == [("org/x", print)]

@@ -557,9 +557,7 @@ def of_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-async def test_what_no_grammar_enforces_is_checked_and_told(
-    long_llama_dir: Path, path: str
-) -> None:
+async def test_what_no_grammar_enforces_is_checked(long_llama_dir: Path, path: str) -> None:
     wrong, right = ({**TWO_KINDS, "minItems": n, "maxItems": n} for n in (3, 1))
     start = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
 

@@ -77,7 +77,7 @@ async def progress_of(fetcher: Fetcher, name: str) -> AsyncGenerator[dict[str, A
     def run() -> None:
         try:
             fetcher.fetch(name, report)
-        except BaseException as error:
+        except BaseException as error:  # top of the thread: raised where the lines are read
             tell(error)
         else:
             tell(None)
@@ -90,8 +90,8 @@ async def progress_of(fetcher: Fetcher, name: str) -> AsyncGenerator[dict[str, A
         while (item := await news.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            if (told := _line(*item, total)) != last:
-                yield (last := told)
+            if (line := _line(*item, total)) != last:
+                yield (last := line)
     finally:
         is_left.set()
     yield {"status": "success"}
