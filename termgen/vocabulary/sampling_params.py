@@ -81,7 +81,7 @@ class SamplingParams:
         Row(
             meaning=f"divides the logits; below {GREEDY_EPSILON:g} the likeliest token is taken",
             help="how much chance decides, 0 to 2; at 0 the likeliest token is always taken",
-            panel="higher is more random; 0 is not at all",
+            panel="higher is more random; 0: none",
             range=Reals(0.0, 2.0),
             in_gguf="temp",
             column="float32",
@@ -93,7 +93,7 @@ class SamplingParams:
             meaning="the likeliest tokens that make up this probability",
             help="choose only among the likeliest tokens whose probabilities add up to this, above "
             "0 to 1; 1 leaves none out",
-            panel="keep tokens up to this probability",
+            panel="keep the likeliest, up to this",
             range=Reals(0.0, 1.0, is_open=True),
             in_gguf="top_p",
             others={"p": None},
@@ -106,7 +106,7 @@ class SamplingParams:
         Row(
             meaning="the `top_k` likeliest tokens; 0 or -1: all",
             help="choose only among this many likeliest tokens, 0 or more; 0 leaves none out",
-            panel="keep this many tokens; 0 keeps all",
+            panel="keep this many tokens; 0: all",
             range=Integers(0),
             off_too=-1,
             origin=VLLM,
@@ -123,7 +123,7 @@ class SamplingParams:
             meaning="tokens of at least this share of the likeliest one's probability",
             help="leave out tokens whose probability is below this share of the likeliest "
             "token's, 0 to 1",
-            panel="drop below this part of the likeliest",
+            panel="drop below this part of the top",
             range=Reals(0.0, 1.0),
             origin=VLLM,
             llama_cpp="min_p",
@@ -140,7 +140,7 @@ class SamplingParams:
             values="0.001 to 100, or 0 or -1",
             help="leave out tokens whose logit is more than this many standard deviations below "
             "the largest, 0 to 100; 0 leaves none out (default: 0)",
-            panel="keep within so many deviations; 0: all",
+            panel="keep so many deviations; 0: all",
             range=Reals(0.0, 100.0, least=0.001),
             off_too=-1,
             origin=LLAMA_CPP,
@@ -157,7 +157,7 @@ class SamplingParams:
             "whatever else the server does. Answer `i` uses `seed + i`",
             values="a 64-bit integer",
             default_words="random",
-            panel="same seed, same answer; empty varies",
+            panel="same seed, same answer",
             range=Integers(-(2**63), 2**63 - 1),
             others={"random_seed": None, "sampler_seed": (-1,)},
         ),
@@ -170,7 +170,7 @@ class SamplingParams:
             "the answer",
             help="make tokens of the prompt and of the answer so far less likely, above 0 to 10; 1 "
             "changes nothing, below 1 makes them likelier",
-            panel="above 1 avoids words already used",
+            panel="above 1 avoids repeated words",
             range=Reals(0.0, 10.0, is_open=True),
             origin=VLLM,
             llama_cpp="repeat_penalty",
@@ -186,7 +186,7 @@ class SamplingParams:
             meaning="subtracted from the logits of tokens that the answer has",
             help="lower the logit of each token that the answer has so far by this, -2 to 2, "
             "however often it occurs (default: 0)",
-            panel="penalty on words used, once for each",
+            panel="penalty on words used, once",
             range=Reals(-2.0, 2.0),
             others=dict.fromkeys(("pres_pen", "presence_pen")),
             column="float32",
@@ -251,7 +251,7 @@ class SamplingParams:
             "`echo`",
             default_words="what the context leaves; on completions 16",
             help="longest answer in tokens, 1 or more",
-            panel="longest answer; empty is no limit",
+            panel="longest answer; empty: no limit",
             range=Integers(1),
             others={
                 **dict.fromkeys(("n_predict", "num_predict"), (-1,)),

@@ -216,3 +216,8 @@ def test_no_other_file_of_the_program_names_the_pattern() -> None:
         "api/sampling.py",  # advice for other servers' order of samplers
         "tui/chat/state/token_scores.py",  # where a cut shows among few alternatives
     }
+
+
+def test_words_of_the_panel_fit_a_line_of_a_narrow_screen() -> None:
+    """At 80 columns there are 31 for them, and rows of one line each need no scrolling at 24."""
+    assert max(len(row.panel) for row in TABLE.values() if row.panel) <= 31
